@@ -1,0 +1,1 @@
+"""One coherent picture of a device and all that live on it."""

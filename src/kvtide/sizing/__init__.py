@@ -1,0 +1,1 @@
+"""How much KV cache a model takes: pure arithmetic on its configuration."""

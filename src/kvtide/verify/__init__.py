@@ -1,0 +1,1 @@
+"""Real engines started, watched, compared and stopped: the demo and the checks."""
