@@ -1,0 +1,51 @@
+# On a new machine: `make demo` or `make test`. Both install what they need below .venvs/,
+# given python3 (3.10 or newer) with venv, and network or a pip configuration that stands for it.
+#
+#   make demo     two real vLLM servers share one small device, and you see memory move
+#   make test     everything: `quick`, then the tests that start real engines
+#   make quick    format, lint, types, floors, and the tests that need no engine
+
+PYTHON ?= python3
+VLLM ?= 0.30.0
+
+DEV := .venvs/dev
+ENGINE := .venvs/vllm-$(VLLM)
+PYTEST := -p no:cacheprovider --timeout 120
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test quick format engines clean
+
+demo: $(ENGINE)/.done
+	$(ENGINE)/bin/kvtide demo --out demo-out
+
+test: quick engines
+
+quick: $(DEV)/.done
+	$(DEV)/bin/ruff format --check .
+	$(DEV)/bin/ruff check .
+	$(DEV)/bin/mypy
+	$(DEV)/bin/lint-imports --no-cache
+	$(DEV)/bin/python -m pytest $(PYTEST) -m "not torch and not engine" \
+		tests/unit tests/properties tests/model
+
+# One engine at a time, since two cores are enough for one; each test has a limit of its own.
+engines: $(ENGINE)/.done
+	$(ENGINE)/bin/python -m pytest $(PYTEST) -m torch tests/unit tests/properties
+	$(ENGINE)/bin/python -m pytest $(PYTEST) --timeout 900 tests/engines
+
+format: $(DEV)/.done
+	$(DEV)/bin/ruff format .
+	$(DEV)/bin/ruff check --fix .
+
+$(DEV)/.done: pyproject.toml
+	test -x $(DEV)/bin/python || $(PYTHON) -m venv $(DEV)
+	$(DEV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+$(ENGINE)/.done: pyproject.toml scripts/install_vllm.sh
+	PYTHON=$(PYTHON) scripts/install_vllm.sh $(VLLM) $(ENGINE)
+	touch $@
+
+clean:
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-out
