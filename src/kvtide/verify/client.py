@@ -1,0 +1,138 @@
+"""Requests to a server's `/v1/completions`, many at once, with their tokens and times."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.parse
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Completion", "complete", "metric", "post"]
+
+_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What came of one request.
+
+    Attributes
+    ----------
+    index
+        The prompt's place among those that were given.
+    tokens
+        The ids that were generated; empty where it failed.
+    error
+        None, or why it failed.
+    started_seconds, ended_seconds
+        On `time.monotonic`'s clock.
+    """
+
+    index: int
+    tokens: tuple[int, ...]
+    error: str | None
+    started_seconds: float
+    ended_seconds: float
+
+
+def complete(
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    model: str,
+    concurrency: int | None = None,
+    on_done: Callable[[Completion], None] | None = None,
+) -> list[Completion]:
+    """Send prompts of token ids, greedily continued by exactly `max_tokens` each.
+
+    Parameters
+    ----------
+    url
+        Of the server, as `Server.url` gives it.
+    model
+        The name under which it serves the model.
+    concurrency
+        Requests at one time; all at once where None.
+    on_done
+        Called in the requests' threads as each ends.
+
+    Returns
+    -------
+    list of Completion
+        In the prompts' order. A request that fails is a value too, with its error.
+    """
+
+    def one(index: int) -> Completion:
+        request = {
+            "model": model,
+            "prompt": list(prompts[index]),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        started = time.monotonic()
+        tokens: tuple[int, ...] = ()
+        error = None
+        try:
+            answer = json.loads(_exchange("POST", url, "/v1/completions", request))
+            tokens = tuple(answer["choices"][0]["token_ids"])
+            if len(tokens) != max_tokens:
+                error = f"{len(tokens)} tokens came, {max_tokens} were asked for"
+        except (OSError, http.client.HTTPException) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        done = Completion(index, tokens, error, started, time.monotonic())
+        if on_done is not None:
+            on_done(done)
+        return done
+
+    if not prompts:
+        return []
+    with ThreadPoolExecutor(max_workers=concurrency or len(prompts)) as pool:
+        return list(pool.map(one, range(len(prompts))))
+
+
+def metric(url: str, name: str) -> float:
+    """The sum of one of the server's Prometheus counters over its labels.
+
+    Raises
+    ------
+    KeyError
+        The server has no such metric.
+    """
+    values = [
+        float(line.rpartition(" ")[2])
+        for line in _exchange("GET", url, "/metrics").decode().splitlines()
+        if line.partition("{")[0].partition(" ")[0] == name
+    ]
+    if not values:
+        raise KeyError(name)
+    return sum(values)
+
+
+def post(url: str, path: str) -> None:
+    """POST without a body, such as to `/reset_prefix_cache`; an answer other than 200 raises."""
+    _exchange("POST", url, path)
+
+
+def _exchange(method: str, url: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    place = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(
+        place.hostname or "", place.port, timeout=_TIMEOUT_SECONDS
+    )
+    try:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        text = None if body is None else json.dumps(body)
+        connection.request(method, path, body=text, headers=headers)
+        answer = connection.getresponse()
+        content = answer.read()
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise http.client.HTTPException(f"status {answer.status}: {content[:300]!r}")
+    return content

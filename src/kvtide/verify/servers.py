@@ -1,0 +1,211 @@
+"""Start real vLLM servers, wait until they answer, know their processes, and stop them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from kvtide.errors import KvtideError
+
+__all__ = ["Server", "ServerError", "session_pids"]
+
+_HOST = "127.0.0.1"
+_POLL_SECONDS = 0.1
+_LOG_TAIL_LINES = 25
+
+# One thread computes, on any core: an engine that spins on all cores starves its neighbour.
+_ENVIRON = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # lets a test drop the prefix cache
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+class ServerError(KvtideError):
+    """A server did not start, or died; the message ends with the tail of its log."""
+
+
+class Server:
+    """One `vllm serve` process, in a session of its own, with all that it starts.
+
+    Parameters
+    ----------
+    model
+        Directory of the model.
+    log
+        File that takes the server's output.
+    arguments
+        Further arguments of `vllm serve`.
+    environ
+        Variables on top of this process's own, from which every `KVTIDE*` is taken out first:
+        without one here the server is a native one.
+    python
+        The interpreter of the environment that has vLLM.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        log: Path,
+        arguments: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+    ) -> None:
+        self.model = model
+        self.log = log
+        self.port = _free_port()
+        self.killed: list[int] = []
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVTIDE")}
+        self._environ = inherited | _ENVIRON | dict(environ or {})
+        self._command = [
+            *(python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+            *("--host", _HOST, "--port", str(self.port), "--enforce-eager", *arguments),
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the server answers, without a slash at the end."""
+        return f"http://{_HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The process that was started, which is also the session of all others."""
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    def start(self) -> Server:
+        """Start the process and return at once."""
+        assert self._process is None, "a server starts once"
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def wait_ready(self, timeout_seconds: float = 300.0) -> Server:
+        """Wait until the server answers.
+
+        Raises
+        ------
+        ServerError
+            It ended, or did not answer in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while not self.healthy():
+            if (status := self.exit_status()) is not None:
+                raise ServerError(f"the server ended with status {status}\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"the server did not answer within {timeout_seconds:.0f} s\n{self.log_tail()}"
+                )
+            time.sleep(_POLL_SECONDS)
+        return self
+
+    def healthy(self) -> bool:
+        """Whether the server answers now."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return int(answer.status) == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def exit_status(self) -> int | None:
+        """The exit status of the started process, None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def pids(self) -> list[int]:
+        """Every living process of this server, even where its parent is gone already."""
+        return [] if self._process is None else session_pids(self._process.pid)
+
+    def role_pid(self, role: str) -> int:
+        """The process whose name holds this word: `EngineCor`, `Worker`."""
+        found = [p for p in self.pids() if role in _process_name(p)]
+        if len(found) != 1:
+            raise ServerError(f"{len(found)} processes named {role!r}, not one\n{self.log_tail()}")
+        return found[0]
+
+    def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
+        """The last lines of the log, with its path, for an error's message."""
+        text = self.log.read_text(errors="replace").splitlines()[-lines:]
+        return "\n".join([f"the end of {self.log}:", *text])
+
+    def stop(self, timeout_seconds: float = 90.0) -> None:
+        """Ask the server to end, and kill what is left of it after the timeout.
+
+        `killed` lists what had to be killed.
+        """
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + timeout_seconds
+        while (left := self.pids()) and time.monotonic() < deadline:
+            self._process.poll()  # reaps it, so that it leaves the session
+            time.sleep(_POLL_SECONDS)
+        self.killed = left
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self._process.wait()
+
+    def __enter__(self) -> Server:
+        return self if self._process is not None else self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def session_pids(session: int) -> list[int]:
+    """The living processes of a session, oldest first; zombies do not count."""
+    return sorted(pid for pid, state, sid in _processes() if sid == session and state != "Z")
+
+
+def _processes() -> Iterator[tuple[int, str, int]]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended since it was listed
+        state, _parent, _group, session = stat.rpartition(")")[2].split()[:4]
+        yield int(entry.name), state, int(session)
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
