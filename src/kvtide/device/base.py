@@ -24,6 +24,8 @@ class DeviceInfo:
         Physical memory that all processes on the device share.
     granularity_bytes
         The smallest handle; handles and addresses are multiples of it (2 MiB).
+    creates_zeros
+        Whether a handle is all zeros when it is created; else it holds garbage.
     """
 
     uuid: str
@@ -31,6 +33,7 @@ class DeviceInfo:
     name: str
     total_bytes: int
     granularity_bytes: int
+    creates_zeros: bool = False
 
 
 @dataclass(frozen=True, slots=True)
