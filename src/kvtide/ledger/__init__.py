@@ -1,1 +1,33 @@
 """Who holds how much of a device, and who gets it: the file all processes on it share."""
+
+from kvtide.ledger.account import Account
+from kvtide.ledger.instance import Instance
+from kvtide.ledger.ledger import Ledger
+from kvtide.ledger.reading import Observer
+from kvtide.ledger.records import (
+    DeviceSpec,
+    Granted,
+    InstanceView,
+    PoolFigures,
+    PoolView,
+    Refusal,
+    Snapshot,
+    State,
+)
+from kvtide.ledger.wake import Waker
+
+__all__ = [
+    "Account",
+    "DeviceSpec",
+    "Granted",
+    "Instance",
+    "InstanceView",
+    "Ledger",
+    "Observer",
+    "PoolFigures",
+    "PoolView",
+    "Refusal",
+    "Snapshot",
+    "State",
+    "Waker",
+]

@@ -1,0 +1,238 @@
+"""An open ledger file: its words, lock and sequence, and the check that it is still the one."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from kvtide.errors import LedgerBusyError, LedgerError
+from kvtide.ledger import layout as w
+from kvtide.ledger.creation import open_description, settle, why_unreadable
+from kvtide.ledger.directory import check_directory, prepare_directory
+from kvtide.ledger.lease import drop_lease, is_leased, take_lease
+from kvtide.ledger.lock import ChangeLock
+from kvtide.ledger.records import DeviceSpec
+
+__all__ = ["LedgerFile"]
+
+_OPENING_S: Final = 5.0
+_open_files: weakref.WeakSet[LedgerFile] = weakref.WeakSet()
+
+
+class LedgerFile:
+    """Three open file descriptions of one ledger: for the lock, for leases, and under the mapping.
+
+    They are apart because a mapping keeps its description, with every lock on it, in a forked child
+    that has closed all descriptors; and because a description sees its own leases as free.
+
+    Attributes
+    ----------
+    words
+        The whole file as signed 8-byte words; loads and stores are whole.
+    raw
+        The whole file as bytes, for text.
+    closed
+        Why the file cannot be used any more, or None.
+    """
+
+    def __init__(self, path: Path, lock_fd: int, lock: ChangeLock) -> None:
+        """Take over an open, settled description. Use `create` or `attach`."""
+        self.path = path
+        self.closed: str | None = None
+        self._pid = os.getpid()
+        self._lock = lock
+        found = os.fstat(lock_fd)
+        self._identity = (found.st_ino, found.st_dev)
+        self._fds = [lock_fd]
+        self._probe_fd = lock_fd
+        self._lease_fd = open_description(path)
+        self._fds.append(self._lease_fd)
+        self.directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fds.append(self.directory_fd)
+        map_fd = open_description(path)
+        try:
+            self._check_identity()
+            if {os.fstat(fd).st_ino for fd in (map_fd, self._lease_fd)} != {found.st_ino}:
+                raise LedgerError(self._replaced())
+            self._map = mmap.mmap(map_fd, w.FILE_BYTES)
+        except BaseException:
+            self._close_descriptors()
+            raise
+        finally:
+            os.close(map_fd)
+        self.raw = memoryview(self._map)
+        self.words = self.raw.cast("q")
+        _open_files.add(self)
+
+    @classmethod
+    def create(cls, path: Path, spec: DeviceSpec) -> LedgerFile:
+        """Open a device's ledger, made where it is missing.
+
+        Raises
+        ------
+        LedgerError
+            Its directory or the file cannot be trusted, used or made, or is another's.
+        LedgerBusyError
+            It stayed locked for 5 s.
+        """
+        prepare_directory(path.parent)
+        return cls._open(path, spec)
+
+    @classmethod
+    def attach(cls, path: Path) -> LedgerFile:
+        """Open a ledger that exists, whatever device it is of. Raises as `create` does."""
+        check_directory(path.parent)
+        return cls._open(path, None)
+
+    @classmethod
+    def _open(cls, path: Path, spec: DeviceSpec | None) -> LedgerFile:
+        fd = open_description(path, create=spec is not None)
+        lock = ChangeLock(fd)
+        try:
+            deadline = time.monotonic() + _OPENING_S
+            while not lock.acquire():
+                if time.monotonic() > deadline:
+                    raise LedgerBusyError(_busy(path, _holder_in(fd)))
+                time.sleep(0.01)
+            try:
+                if spec is not None:
+                    settle(fd, path, spec)
+                elif why := why_unreadable(fd):
+                    raise LedgerError(f"the ledger {path} cannot be read: {why}")
+            finally:
+                lock.release()
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd, lock)
+
+    # ---- changes ----
+
+    def begin(self) -> bool:
+        """Take the lock and open a change; False is a miss. Always pair with `end` in a finally.
+
+        Raises
+        ------
+        LedgerError
+            The file at the path is not this one any more, or was cut; or this is closed.
+        """
+        if self.closed is not None:
+            raise LedgerError(self.closed)
+        if not self._lock.acquire():
+            return False
+        self._check_identity()
+        words = self.words
+        sequence: int = words[w.H_SEQUENCE]
+        words[w.H_HOLDER_PID] = self._pid
+        # Odd here: a writer died in the middle. Its stores were ordered so that what it left is
+        # safe as it is; nothing but the sequence is to be mended.
+        words[w.H_SEQUENCE] = sequence + 1 if not sequence & 1 else sequence + 2
+        return True
+
+    def end(self) -> None:
+        """Close a change and let go of the lock, if this thread has it."""
+        if self._lock.mine():
+            words = self.words
+            sequence = words[w.H_SEQUENCE]
+            if sequence & 1:
+                words[w.H_SEQUENCE] = sequence + 1
+            self._lock.release()
+
+    @contextmanager
+    def change(self) -> Iterator[memoryview]:
+        """`begin` and `end` around a change that must happen; gives the words.
+
+        Raises
+        ------
+        LedgerBusyError
+            It was a miss.
+        """
+        try:
+            if not self.begin():
+                raise LedgerBusyError(self.busy())
+            yield self.words
+        finally:
+            self.end()
+
+    def busy(self) -> str:
+        """Who holds the lock, for a message."""
+        return _busy(self.path, self.words[w.H_HOLDER_PID])
+
+    def _check_identity(self) -> None:
+        try:
+            found = os.stat(self.path)  # noqa: PTH116 - on the path of every grant
+        except OSError:
+            raise LedgerError(self._replaced()) from None
+        if (found.st_ino, found.st_dev) != self._identity:
+            raise LedgerError(self._replaced())
+        if found.st_size != w.FILE_BYTES:
+            raise LedgerError(f"the ledger {self.path} was cut to {found.st_size} bytes under us")
+
+    def _replaced(self) -> str:
+        return (
+            f"the ledger {self.path} was removed or replaced while this process used it: others "
+            "account elsewhere now. Restart every engine of this device"
+        )
+
+    # ---- leases ----
+
+    def take_lease(self, word: int) -> bool:
+        """Hold the lease of the record that begins at a word, for this process's life."""
+        return take_lease(self._lease_fd, word * w.WORD_BYTES)
+
+    def drop_lease(self, word: int) -> None:
+        """Let go of the lease of a record."""
+        drop_lease(self._lease_fd, word * w.WORD_BYTES)
+
+    def is_leased(self, word: int) -> bool:
+        """Whether a living process, this one too, holds the lease of a record."""
+        return is_leased(self._probe_fd, word * w.WORD_BYTES)
+
+    # ---- closing ----
+
+    def close(self) -> None:
+        """Drop lock, leases and mapping."""
+        if self.closed is None:
+            self.closed = f"the ledger {self.path} was closed"
+            self._close_descriptors()
+            self.words.release()
+            self.raw.release()
+            self._map.close()
+
+    def forked(self) -> None:
+        """In a forked child: keep neither lock nor lease alive, and refuse all use."""
+        if self.closed is None:
+            self.closed = (
+                f"the ledger {self.path} was opened by the process that this one was forked from; "
+                "open it anew"
+            )
+            self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            with suppress(OSError):  # there is nothing to do about a close that fails
+                os.close(fd)
+
+
+def _busy(path: Path, pid: int) -> str:
+    return f"the ledger {path} stayed locked; process {pid} held it last (is it stopped?)"
+
+
+def _holder_in(fd: int) -> int:
+    word = os.pread(fd, w.WORD_BYTES, w.H_HOLDER_PID * w.WORD_BYTES)
+    return int.from_bytes(word, "little", signed=True) if word else 0
+
+
+def _close_after_fork() -> None:
+    for file in list(_open_files):
+        file.forked()
+
+
+os.register_at_fork(after_in_child=_close_after_fork)

@@ -1,0 +1,184 @@
+"""One coherent picture of a ledger, taken without its lock."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from kvtide.errors import LedgerBusyError, LedgerError
+from kvtide.ledger import layout as w
+from kvtide.ledger.creation import open_description, spec_of, why_unreadable
+from kvtide.ledger.directory import check_directory
+from kvtide.ledger.lease import is_leased
+from kvtide.ledger.records import (
+    InstanceView,
+    PoolFigures,
+    PoolView,
+    Snapshot,
+    State,
+)
+from kvtide.ledger.retirement import live_instances, live_pools
+
+__all__ = ["STATES", "Observer", "take_snapshot"]
+
+STATES: Final = tuple(State)
+_TRIES: Final = 100
+_FIGURE_TRIES: Final = 10
+_NAP_S: Final = 100e-6
+
+
+def _copy(raw: memoryview, words: memoryview) -> bytes:
+    """The used part of the file at one moment.
+
+    Raises
+    ------
+    LedgerBusyError
+        It kept changing for a hundred tries.
+    """
+    stood: bytes | None = None
+    for attempt in range(_TRIES):
+        before = words[w.H_SEQUENCE]
+        copy = bytes(raw[: w.pool_at(words[w.H_POOLS_HIGH]) * w.WORD_BYTES])
+        if words[w.H_SEQUENCE] == before:
+            if not before & 1:
+                return copy
+            if attempt == 0:
+                stood = copy
+            elif attempt == _TRIES - 1 and copy == stood:
+                # Odd and still for a hundred tries: its writer has died or is stopped in the middle
+                # of a change. What it left is safe and stands: that is the picture.
+                return copy
+        time.sleep(_NAP_S)
+    raise LedgerBusyError(
+        f"the ledger kept changing under a hundred tries to read it; process "
+        f"{words[w.H_HOLDER_PID]} changed it last. Try again"
+    )
+
+
+def take_snapshot(raw: memoryview, words: memoryview, leased: Callable[[int], bool]) -> Snapshot:
+    """Read a ledger against its sequence. `leased` says whether the record at a word has a lease.
+
+    Raises
+    ------
+    LedgerBusyError
+        It kept changing.
+    """
+    copy = _copy(raw, words)
+    then = memoryview(copy).cast("q")
+    pools: dict[int, list[PoolView]] = {}
+    for slot in live_pools(then):
+        at = w.pool_at(slot)
+        pools.setdefault(then[at + w.P_INSTANCE], []).append(
+            PoolView(
+                key=f"{slot}:{then[at]}",
+                name=w.get_text(copy, at + w.P_NAME, w.NAME_BYTES),
+                rank=then[at + w.P_RANK],
+                pid=then[at + w.P_PID],
+                live=leased(at),
+                charge_bytes=then[at + w.P_CHARGE],
+                created_bytes=then[at + w.P_CREATED],
+                released_bytes=then[at + w.P_RELEASED],
+                blocks_total=then[at + w.P_BLOCKS_TOTAL],
+                block_bytes=then[at + w.P_BLOCK_BYTES],
+                figures=_figures(words, at),
+            )
+        )
+    instances = []
+    for slot in live_instances(then):
+        at = w.instance_at(slot)
+        limit_bytes = then[at + w.I_LIMIT]
+        instances.append(
+            InstanceView(
+                key=f"{slot}:{then[at]}",
+                name=w.get_text(copy, at + w.I_NAME, w.NAME_BYTES),
+                pid=then[at + w.I_PID],
+                state=STATES[then[at + w.I_STATE]] if leased(at) else State.DEAD,
+                limit_bytes=None if limit_bytes == w.NONE else limit_bytes,
+                limit_revision=then[at + w.I_REVISION],
+                wish_bytes=then[at + w.I_WISH],
+                pools=tuple(pools.get(slot, ())),
+            )
+        )
+    return Snapshot(
+        spec=spec_of(copy),
+        sequence=then[w.H_SEQUENCE],
+        budget_bytes=max(0, then[w.H_BUDGET]),
+        sampled_ns=then[w.H_SAMPLED_NS],
+        free_sampled_bytes=then[w.H_FREE_SAMPLED],
+        instances=tuple(instances),
+    )
+
+
+def _figures(words: memoryview, at: int) -> PoolFigures:
+    """A pool's figures, which its owner stores without the lock under a sequence of their own.
+
+    After some tries they are taken as they are: their owner may have stopped half way, and nothing
+    is decided by them.
+    """
+    first, last = at + w.P_BLOCKS_MAPPED, at + w.P_PINNED + 1
+    for _ in range(_FIGURE_TRIES):
+        before = words[at + w.P_FIGURES_SEQUENCE]
+        figures = PoolFigures(*words[first:last].tolist())
+        if not before & 1 and words[at + w.P_FIGURES_SEQUENCE] == before:
+            break
+    return figures
+
+
+class Observer:
+    """A ledger opened for reading alone: takes no lock, changes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        """Open and validate.
+
+        Raises
+        ------
+        LedgerError
+            There is no such ledger, or it cannot be trusted or read.
+        """
+        check_directory(path.parent)
+        self._fd = open_description(path, write=False)
+        why = why_unreadable(self._fd)
+        if why is not None:
+            os.close(self._fd)
+            raise LedgerError(f"the ledger {path} cannot be read: {why}")
+        self._map = mmap.mmap(self._fd, w.FILE_BYTES, prot=mmap.PROT_READ)
+        self._raw = memoryview(self._map)
+        self._words = self._raw.cast("q")
+        self.path = path
+
+    def snapshot(self) -> Snapshot:
+        """The ledger at one moment.
+
+        Raises
+        ------
+        LedgerBusyError
+            It kept changing.
+        """
+        return take_snapshot(
+            self._raw, self._words, lambda word: is_leased(self._fd, word * w.WORD_BYTES)
+        )
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._fd >= 0:
+            self._words.release()
+            self._raw.release()
+            self._map.close()
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
