@@ -1,0 +1,74 @@
+"""Spans of an arena, and how runs of them are cut into extents: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvtide.units import MIB
+
+__all__ = ["MAX_EXTENT_BYTES", "MIN_EXTENT_BYTES", "Span", "cap_for", "cut", "merge"]
+
+MIN_EXTENT_BYTES = 2 * MIB
+MAX_EXTENT_BYTES = 512 * MIB
+_EXTENTS_OF_A_DEVICE = 64
+
+
+class Span(NamedTuple):
+    """A range of an arena, relative to its first address."""
+
+    offset_bytes: int
+    size_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        """The offset right behind the range."""
+        return self.offset_bytes + self.size_bytes
+
+
+def merge(spans: Iterable[Span]) -> list[Span]:
+    """Sort spans and join those that touch or overlap."""
+    runs: list[Span] = []
+    for span in sorted(spans):
+        if runs and span.offset_bytes <= runs[-1].end_bytes:
+            start = runs[-1].offset_bytes
+            runs[-1] = Span(start, max(runs[-1].end_bytes, span.end_bytes) - start)
+        else:
+            runs.append(span)
+    return runs
+
+
+def cap_for(total_bytes: int) -> int:
+    """The largest extent worth having on a device of so much memory.
+
+    The largest power of two of at most a 64th of it, from 2 to 512 MiB: 4 MiB on 256 MiB.
+    """
+    share_bytes = max(total_bytes // _EXTENTS_OF_A_DEVICE, MIN_EXTENT_BYTES)
+    return min(1 << (share_bytes.bit_length() - 1), MAX_EXTENT_BYTES)
+
+
+def cut(spans: Iterable[Span], cap_bytes: int) -> list[Span]:
+    """Cut spans into extents, as few as possible; sorted.
+
+    An extent is a power of two of at least 2 MiB and at most `cap_bytes`, and its offset is a
+    multiple of its size. Spans that touch are cut as one run.
+
+    Raises
+    ------
+    ValueError
+        An offset or size is not a multiple of 2 MiB, or the cap is no size of an extent.
+    """
+    if cap_bytes & (cap_bytes - 1) or not MIN_EXTENT_BYTES <= cap_bytes <= MAX_EXTENT_BYTES:
+        raise ValueError(f"no extent can be of {cap_bytes} bytes")
+    extents = []
+    for run in merge(spans):
+        if run.offset_bytes % MIN_EXTENT_BYTES or run.size_bytes % MIN_EXTENT_BYTES:
+            raise ValueError(f"{run} is not made of granules of {MIN_EXTENT_BYTES} bytes")
+        offset = run.offset_bytes
+        while offset < run.end_bytes:
+            size = min(cap_bytes, 1 << ((run.end_bytes - offset).bit_length() - 1))
+            if offset:
+                size = min(size, offset & -offset)
+            extents.append(Span(offset, size))
+            offset += size
+    return extents

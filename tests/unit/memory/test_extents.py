@@ -1,0 +1,49 @@
+"""Cutting runs into extents."""
+
+import pytest
+
+from kvtide.memory.extents import Span, cap_for, cut, merge
+from kvtide.units import GIB, MIB
+
+
+def spans(*pairs: tuple[int, int]) -> list[Span]:
+    return [Span(offset * MIB, size * MIB) for offset, size in pairs]
+
+
+@pytest.mark.parametrize(
+    ("total", "cap"),
+    [
+        (0, 2),
+        (100 * MIB, 2),
+        (255 * MIB, 2),
+        (256 * MIB, 4),
+        (12 * GIB, 128),
+        (40 * GIB, 512),
+        (141 * GIB, 512),
+    ],
+)
+def test_cap_is_a_64th_of_the_device(total, cap):
+    assert cap_for(total) == cap * MIB
+
+
+def test_merge_joins_what_touches():
+    assert merge(spans((6, 2), (0, 2), (2, 2), (10, 4), (12, 2))) == spans((0, 4), (6, 2), (10, 4))
+
+
+def test_cut_takes_the_largest_aligned_extents():
+    assert cut(spans((2, 30)), 512 * MIB) == spans((2, 2), (4, 4), (8, 8), (16, 16))
+    assert cut(spans((0, 30)), 8 * MIB) == spans((0, 8), (8, 8), (16, 8), (24, 4), (28, 2))
+    assert cut(spans((0, 2), (2, 2)), 4 * MIB) == spans((0, 4))
+    assert cut([], 2 * MIB) == []
+
+
+@pytest.mark.parametrize("cap", [0, 1, 3 * MIB, 1024 * MIB, MIB])
+def test_a_cap_that_is_no_extent_is_refused(cap):
+    with pytest.raises(ValueError, match="no extent"):
+        cut([], cap)
+
+
+@pytest.mark.parametrize("span", [Span(1, 2 * MIB), Span(0, 3 * MIB), Span(MIB, MIB)])
+def test_what_is_not_made_of_granules_is_refused(span):
+    with pytest.raises(ValueError, match="granules"):
+        cut([span], 2 * MIB)
