@@ -1,0 +1,17 @@
+"""What engines call when they load their plugins: nothing at all unless `KVTIDE=1`."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["vllm"]
+
+
+def vllm() -> None:
+    """Entry point of vLLM's plugin group `vllm.general_plugins`, run in each of its processes."""
+    if os.environ.get("KVTIDE", "") in ("", "0"):
+        return
+    # Only here: with kvtide off, no other module of it may be loaded.
+    from kvtide.engines.vllm.plugin import activate
+
+    activate()

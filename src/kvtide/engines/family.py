@@ -1,0 +1,213 @@
+"""The processes of one server: none outlives an unexpected death among them.
+
+The outermost process listens; every other one tells it of itself and watches both the outermost
+and its own parent. A death that was not announced takes the whole server down at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+from multiprocessing import util as multiprocessing_util
+from typing import NoReturn
+
+from kvtide.errors import KvtideError
+
+__all__ = ["end_server", "join"]
+
+_VARIABLE = "KVTIDE_INTERNAL_FAMILY"
+_UCRED = struct.Struct("3i")
+_BYE, _FAIL = b"b", b"f"
+
+
+class _Outermost:
+    """Listens for the members of its server and ends them all when one dies."""
+
+    def __init__(self) -> None:
+        # Abstract: it is gone with the process and leaves no file.
+        self.address = f"kvtide-family-{os.getpid()}-{os.urandom(6).hex()}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind("\0" + self.address)
+        self._listener.listen(64)
+        self._members: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, connection
+        threading.Thread(target=self._run, name="kvtide-family", daemon=True).start()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        connections: dict[int, int] = {}  # connection -> pidfd
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._listener.fileno():
+                    self._admit(poll, connections)
+                elif descriptor in connections:
+                    self._hear(descriptor, poll, connections)
+                elif descriptor in self._members:
+                    pid, _ = self._members[descriptor]
+                    self.end(f"process {pid} of this server ended unexpectedly", 1)
+
+    def _admit(self, poll: select.poll, connections: dict[int, int]) -> None:
+        connection, _ = self._listener.accept()
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        pid, uid, _ = _UCRED.unpack(raw)
+        if uid != os.getuid():
+            connection.close()
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.end(f"process {pid} of this server ended unexpectedly", 1)
+        self._members[pidfd] = (pid, connection)
+        connections[connection.fileno()] = pidfd
+        poll.register(pidfd, select.POLLIN)
+        poll.register(connection, select.POLLIN)
+
+    def _hear(self, descriptor: int, poll: select.poll, connections: dict[int, int]) -> None:
+        pidfd = connections[descriptor]
+        _, connection = self._members[pidfd]
+        try:
+            message = connection.recv(1 << 16)
+        except ConnectionError:
+            message = b""
+        if message.startswith(_FAIL):
+            status, _, text = message[1:].decode().partition(":")
+            self.end(text, int(status))
+        poll.unregister(connection)
+        del connections[descriptor]
+        if message == _BYE:
+            poll.unregister(pidfd)
+            del self._members[pidfd]
+            os.close(pidfd)
+            connection.close()
+        # A connection that just ends says nothing: the pidfd tells whether the process lives.
+
+    def forget(self) -> None:
+        """In a forked child: this was the parent's."""
+        self._listener.close()
+        for pidfd, (_, connection) in self._members.items():
+            os.close(pidfd)
+            connection.close()
+
+    def end(self, text: str, status: int) -> NoReturn:
+        """End every member and this process."""
+        print(f"kvtide: {text}", file=sys.stderr, flush=True)
+        for pid, _ in self._members.values():
+            _kill(pid)
+        os._exit(status)
+
+
+class _Member:
+    """Tells the outermost process of itself, and ends when it or the parent does."""
+
+    def __init__(self, outermost_pid: int, address: str) -> None:
+        self._parent = os.getppid()
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._connection.connect("\0" + address)
+            watched = [os.pidfd_open(pid) for pid in {outermost_pid, self._parent}]
+        except (ConnectionError, ProcessLookupError):
+            _kill(os.getpid())
+        if os.getppid() != self._parent:
+            _kill(os.getpid())
+        self._pid = os.getpid()
+        threading.Thread(
+            target=self._run, args=(watched,), name="kvtide-family", daemon=True
+        ).start()
+        atexit.register(self.say_bye)
+        # A child of multiprocessing leaves without running what atexit holds.
+        multiprocessing_util.Finalize(None, self.say_bye, exitpriority=1000)
+
+    def _run(self, watched: list[int]) -> None:
+        poll = select.poll()
+        for pidfd in watched:
+            poll.register(pidfd, select.POLLIN)
+        poll.poll()
+        _kill(os.getpid())
+
+    def say_bye(self) -> None:
+        """Announce an orderly end."""
+        if os.getpid() == self._pid:
+            self._send(_BYE)
+
+    def fail(self, text: str, status: int) -> NoReturn:
+        """Have the whole server end with this text."""
+        self._send(_FAIL + f"{status}:{text}".encode()[: 1 << 15])
+        # The outermost process ends this one.
+        signal.pause()
+        os._exit(status)
+
+    def _send(self, message: bytes) -> None:
+        try:
+            self._connection.send(message, socket.MSG_NOSIGNAL)
+        except OSError:
+            # The outermost process is gone: the watch ends this one.
+            return
+
+    def forget(self) -> None:
+        """In a forked child: this was the parent's."""
+        self._connection.close()
+
+
+_role: _Outermost | _Member | None = None
+
+
+def join() -> bool:
+    """Join this process's server, or found one when no process above it has.
+
+    Returns
+    -------
+    bool
+        Whether this process is the outermost of its server.
+    """
+    global _role
+    if _role is None:
+        founder = os.environ.get(_VARIABLE)
+        if founder is None:
+            _role = _Outermost()
+            os.environ[_VARIABLE] = f"{os.getpid()}:{_role.address}"
+        else:
+            _role = _join_as_member()
+        # A child that multiprocessing forks becomes a member of its own; others only let go.
+        os.register_at_fork(after_in_child=_forget)
+        multiprocessing_util.register_after_fork(_Member, _rejoin)
+    return isinstance(_role, _Outermost)
+
+
+def _join_as_member() -> _Member:
+    pid, _, address = os.environ[_VARIABLE].partition(":")
+    return _Member(int(pid), address)
+
+
+def _forget() -> None:
+    global _role
+    if _role is not None:
+        _role.forget()
+    _role = None
+
+
+def _rejoin(_: object) -> None:
+    global _role
+    _role = _join_as_member()
+
+
+def end_server(error: KvtideError) -> NoReturn:
+    """End the whole server with one clear message and the error's exit status."""
+    if isinstance(_role, _Outermost):
+        _role.end(str(error), error.exit_status)
+    if isinstance(_role, _Member):
+        _role.fail(str(error), error.exit_status)
+    print(f"kvtide: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_status)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,83 @@
+"""An engine's place on its devices: registered by its outermost process, found by the others."""
+
+from __future__ import annotations
+
+import os
+
+from kvtide.device.base import DeviceInfo
+from kvtide.errors import KvtideError
+from kvtide.ledger import DeviceSpec, Instance, Ledger
+from kvtide.ranks.elastic import Seat
+from kvtide.settings import Settings
+from kvtide.units import MIB
+
+__all__ = ["find_seat", "spec_of", "take_seats"]
+
+_VARIABLE = "KVTIDE_INTERNAL_SEATS"
+_MIN_MARGIN_BYTES = 512 * MIB
+_MARGIN_SHARE = 100
+
+# Kept for the life of this process: with them its leases would end.
+_taken: list[tuple[Ledger, Instance]] = []
+
+
+def spec_of(info: DeviceInfo, settings: Settings) -> DeviceSpec:
+    """How a device's ledger describes it, by the settings of whoever creates the file."""
+    margin_bytes = settings.margin
+    if margin_bytes is None:
+        share_bytes = max(info.total_bytes // _MARGIN_SHARE, _MIN_MARGIN_BYTES)
+        margin_bytes = 0 if info.backend == "host" else share_bytes
+    return DeviceSpec(
+        uuid=info.uuid,
+        backend=info.backend,
+        name=info.name,
+        total_bytes=info.total_bytes,
+        margin_bytes=margin_bytes,
+        budget_cap_bytes=settings.budget,
+        granularity_bytes=info.granularity_bytes,
+    )
+
+
+def take_seats(settings: Settings, default_name: str, devices: list[DeviceInfo]) -> str:
+    """Register an instance on each of these devices, under one name; the name.
+
+    Its limit is in force from here on. Processes started from now on find the seats.
+
+    Raises
+    ------
+    KvtideError
+        A ledger cannot be used, or the name is taken.
+    """
+    ledgers = [
+        Ledger.open(settings.dir, spec_of(info, settings))
+        for info in sorted(devices, key=lambda info: info.uuid)
+    ]
+    name, explicit = settings.name or default_name, settings.name is not None
+    seats = []
+    for ledger in ledgers:
+        instance = ledger.register(name, limit_bytes=settings.limit, explicit=explicit)
+        # The first device decides which name is free; the others must have the same one.
+        name, explicit = instance.name, True
+        _taken.append((ledger, instance))
+        seats.append(f"{ledger.path.name}={instance.key}")
+    os.environ[_VARIABLE] = ",".join(seats)
+    return name
+
+
+def find_seat(settings: Settings, info: DeviceInfo) -> Seat:
+    """The instance that this server's outermost process registered on a device.
+
+    Raises
+    ------
+    KvtideError
+        It registered none there, or is gone.
+    """
+    ledger = Ledger.open(settings.dir, spec_of(info, settings))
+    seats = dict(s.split("=") for s in os.environ.get(_VARIABLE, "").split(",") if s)
+    key = seats.get(ledger.path.name)
+    if key is None:
+        raise KvtideError(
+            f"this server did not register on device {info.uuid} before its workers started; it "
+            f"did on {', '.join(seats) or 'none'}"
+        )
+    return Seat(ledger, ledger.instance(key))

@@ -1,0 +1,25 @@
+"""vLLM's CPU worker on the host device."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip  # must come first of all of vLLM
+
+from kvtide.engines.vllm.worker import ElasticWorker
+
+__all__ = ["ElasticCPUWorker"]
+
+
+class ElasticCPUWorker(ElasticWorker, CPUWorker):  # type: ignore[misc]
+    """Capacity by its configuration alone, whatever memory is free on the machine."""
+
+    def determine_available_memory(self) -> int:
+        """Warm up as vLLM does; the answer was fixed when the configuration was made."""
+        cache = self.cache_config
+        capacity_bytes: int = cache.kv_cache_memory_bytes
+        # vLLM holds an explicit size against the free memory: under kvtide nothing is taken yet.
+        cache.kv_cache_memory_bytes = 1
+        try:
+            super().determine_available_memory()
+        finally:
+            cache.kv_cache_memory_bytes = capacity_bytes
+        return capacity_bytes

@@ -1,0 +1,67 @@
+"""How many free blocks the coming steps of a vLLM engine will need."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any, NamedTuple
+
+__all__ = ["Need"]
+
+# Steps in flight, and two.
+_STEPS_AHEAD = 3
+
+
+class _Group(NamedTuple):
+    """A KV-cache group: tokens of a block, and the most tokens a request ever keeps (or None)."""
+
+    block_tokens: int
+    window_tokens: int | None
+
+
+class Need:
+    """An upper bound that does not walk the requests while memory is plenty."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._batch_tokens = scheduler.max_num_scheduled_tokens
+        self._groups = [
+            self._read(g.kv_cache_spec) for g in scheduler.kv_cache_config.kv_cache_groups
+        ]
+
+    def _read(self, spec: Any) -> _Group:
+        # Group specs of several kinds wrap those of their layers, which agree in what matters here.
+        members = vars(spec).get("kv_cache_specs")
+        if members:
+            spec = next(iter(members.values()))
+        window = vars(spec).get("sliding_window") or vars(spec).get("attention_chunk_size")
+        kept = None if window is None else window + self._batch_tokens
+        return _Group(spec.block_size, kept)
+
+    def blocks(self) -> int:
+        """Blocks that the running requests need for the steps in flight plus two, and the prompts
+        at the head of the queue as far as one step can take them up."""
+        scheduler = self._scheduler
+        needed = 0
+        for request in scheduler.running:
+            ahead = request.num_tokens_with_spec - request.num_computed_tokens + _STEPS_AHEAD
+            needed += self._for_more(request.num_computed_tokens, ahead)
+        room = scheduler.max_num_running_reqs - len(scheduler.running)
+        tokens = self._batch_tokens
+        for request in chain(scheduler.waiting, scheduler.skipped_waiting):
+            if room <= 0 or tokens <= 0:
+                break
+            room -= 1
+            tokens -= request.num_tokens
+            needed += self._for_more(0, request.num_tokens + _STEPS_AHEAD)
+        return needed
+
+    def _for_more(self, computed: int, more: int) -> int:
+        """Blocks for so many tokens beyond those computed, all groups together."""
+        needed = 0
+        for size, window in self._groups:
+            if window is not None and more > window:
+                more = window
+            held = -computed % size
+            if more > held:
+                needed += -(-(more - held) // size)
+        return needed

@@ -1,0 +1,74 @@
+"""vLLM's schedulers with elastic memory around each step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvtide.engines import family
+from kvtide.engines.vllm.tide import Tide
+from kvtide.errors import KvtideError
+
+__all__ = ["ElasticAsyncScheduler", "ElasticScheduler", "make_scheduler"]
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class _Elastic(_Base):
+    """Mixin before a vLLM scheduler class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM's own fence: what a step in flight may still touch is freed after it.
+        self.defer_block_free = True
+        try:
+            self.tide = Tide(self)
+        except KvtideError as error:
+            family.end_server(error)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.tide.begin()
+        output = super().schedule(*args, **kwargs)
+        self.tide.end(output)
+        return output
+
+    def has_requests(self) -> bool:
+        tide = self.tide
+        if tide.wants_step():
+            return True
+        if tide.asleep:
+            tide.wait_here()
+            return tide.watch.called or bool(self.has_finished_requests())
+        return bool(super().has_requests())
+
+    def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        self.tide.wake()
+        return super().add_request(*args, **kwargs)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        self.tide.wake()
+        return super().finish_requests(*args, **kwargs)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.tide.close()
+
+
+class ElasticScheduler(_Elastic, Scheduler):  # type: ignore[misc]
+    """Elastic memory, one step at a time."""
+
+
+class ElasticAsyncScheduler(_Elastic, AsyncScheduler):  # type: ignore[misc]
+    """Elastic memory, scheduling ahead of the outputs."""
+
+
+def make_scheduler(vllm_config: Any, **kwargs: Any) -> ElasticScheduler | ElasticAsyncScheduler:
+    """The elastic counterpart of the scheduler that vLLM would have made."""
+    ahead = vllm_config.scheduler_config.async_scheduling
+    kind = ElasticAsyncScheduler if ahead else ElasticScheduler
+    return kind(vllm_config=vllm_config, **kwargs)

@@ -1,0 +1,204 @@
+"""The tide of one vLLM engine: around each step, what memory comes, goes or is waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvtide.engines.vllm import introduction
+from kvtide.engines.vllm.blocks import ElasticBlockPool
+from kvtide.engines.vllm.need import Need
+from kvtide.ledger import Ledger, State
+from kvtide.memory.extents import cap_for
+from kvtide.pool import Geometry, Pool, Strip
+from kvtide.pool.plans import Run
+from kvtide.ranks.elastic import ElasticMemory, Seat
+from kvtide.ranks.endpoint import endpoint_of
+from kvtide.ranks.links import DirectLink, Link, SocketLink
+from kvtide.ranks.messages import Description
+from kvtide.ranks.ranks import Member, Ranks
+from kvtide.ranks.sockets import SchedulerSocket
+from kvtide.ranks.watch import Watch
+
+__all__ = ["Tide"]
+
+# How long free memory is kept by an engine that has nothing to do.
+_LINGER_SECONDS = 0.5
+# While memory is waited for: the first and the longest pause between two looks without a wake-up.
+_PROBE_SECONDS, _LONGEST_PROBE_SECONDS = 0.25, 4.0
+
+
+class Tide:
+    """Growth before a step, misses after it, and sleep while nothing can run.
+
+    Parameters
+    ----------
+    scheduler
+        vLLM's, just made; its block pool is adopted.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        descriptions, wake_engine = introduction.take()
+        manager = scheduler.kv_cache_manager
+        self._scheduler = scheduler
+        self._manager = manager
+        self._watermark = manager.watermark_blocks / scheduler.kv_cache_config.num_blocks
+        self._pool = ElasticBlockPool.adopt(manager.block_pool)
+        self.memory = _connect(descriptions, self._pool)
+        self._pool.memory = self.memory
+        self._need = Need(scheduler)
+        self._shortfall = 0
+        self.asleep = False
+        self._pressed = False
+        self._probe_seconds = _PROBE_SECONDS
+        self._retry_at = 0.0
+        self._roused = threading.Event()
+        wakers = [seat.instance.waker() for seat in self.memory.seats.values()]
+        self._wake_engine: Callable[[], None] = wake_engine or self._roused.set
+        self._waits_here = wake_engine is None
+        self.watch = Watch(wakers, self._wake_engine)
+        self._measure_allocations(manager.coordinator)
+        self.memory.show(State.RUNNING)
+
+    def _measure_allocations(self, coordinator: Any) -> None:
+        """See every count that vLLM is about to check against the free blocks."""
+        original = coordinator.get_num_blocks_to_allocate
+        free_count = self._pool.get_num_free_blocks
+        memory = self.memory
+        direct = memory.ranks.direct
+
+        def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
+            needed: int = original(*args, **kwargs)
+            missing = needed - free_count()
+            if missing > 0 and direct:
+                memory.grow_for(missing)
+                missing = needed - free_count()
+            # The last check of a step stands: an earlier miss was mended by preemption.
+            self._shortfall = max(0, missing)
+            return needed
+
+        coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
+
+    # Around a step -----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before vLLM schedules: what has come, what others ask for, and growth ahead of need."""
+        memory, called = self.memory, self.watch.called
+        self._shortfall = 0
+        if memory.pending:
+            memory.settle()
+        if called:
+            self.watch.called = False
+            self._retry_at = 0.0
+            self._pressed = True
+        idle = not self._scheduler.has_unfinished_requests()
+        if memory.trim_soon or (called and idle):
+            memory.trim()
+        if self._pressed:
+            memory.show(State.RUNNING)
+            self._pressed = memory.yield_to_others()
+        self.asleep = False
+        if not idle and not memory.growing and time.monotonic() >= self._retry_at:
+            missing = self._need.blocks() - self._pool.free.count
+            if missing > 0 and not memory.grow(missing):
+                self._put_off()
+        self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
+
+    def end(self, output: Any) -> None:
+        """After vLLM has scheduled: wish for what it missed, and send the step's orders with it."""
+        memory, scheduler = self.memory, self._scheduler
+        if self._shortfall:
+            if time.monotonic() >= self._retry_at and not memory.grow_for(self._shortfall):
+                self._put_off()
+        else:
+            memory.end_wish()
+            self._probe_seconds = _PROBE_SECONDS
+        message = memory.ranks.message()
+        if message is not None:
+            output.kvtide = message
+        idle = not scheduler.has_unfinished_requests()
+        self.asleep = (
+            memory.wishing
+            and not memory.pending
+            and not scheduler.running
+            and output.total_num_scheduled_tokens == 0
+        )
+        if self.asleep:
+            memory.show(State.WAITING)
+            self.watch.alarm(self._probe_seconds)
+            self._probe_seconds = min(2 * self._probe_seconds, _LONGEST_PROBE_SECONDS)
+        elif idle:
+            memory.show(State.SLEEPING)
+            if self._pool.free.count and not memory.pending:
+                self.watch.alarm(_LINGER_SECONDS)
+        else:
+            memory.show(State.RUNNING)
+
+    def _put_off(self) -> None:
+        """No further try before something was freed, or a pause has passed."""
+        self._retry_at = time.monotonic() + self._probe_seconds
+
+    # Between steps -----------------------------------------------------------------------------
+
+    def wants_step(self) -> bool:
+        """Whether a step is wanted though no request may need one."""
+        if self.memory.pending:
+            self.memory.settle()
+        return self.watch.called or self.memory.pending or self.memory.trim_soon
+
+    def wait_here(self) -> None:
+        """Where the engine has no main loop that could sleep: sleep until woken."""
+        if self._waits_here and not self.watch.called:
+            self._roused.wait(_LONGEST_PROBE_SECONDS)
+        self._roused.clear()
+
+    def wake(self) -> None:
+        """Something changed that may let the engine go on: look again."""
+        self.asleep = False
+        self._retry_at = 0.0
+
+    def close(self) -> None:
+        """End the watch and let go of the ranks."""
+        self.watch.close()
+        self.memory.close()
+
+
+def _connect(
+    descriptions: tuple[Description, ...], circulation: ElasticBlockPool
+) -> ElasticMemory[Any]:
+    """Elastic memory over the ranks that introduced themselves, with what they have mapped."""
+    assert descriptions
+    geometries: list[Geometry] = []
+    members, seats = [], {}
+    for d in descriptions:
+        strips = [Strip(*strip) for strip in d.strips]
+        geometry = Geometry.of(d.blocks_total, strips, d.granularity_bytes)
+        if geometry not in geometries:
+            geometries.append(geometry)
+        if d.device_uuid not in seats:
+            ledger = Ledger.attach(Path(d.ledger))
+            seats[d.device_uuid] = Seat(ledger, ledger.instance(d.instance))
+        account = seats[d.device_uuid].ledger.account(d.account)
+        members.append(Member(d.rank, geometries.index(geometry), d.device_uuid, account, _link(d)))
+    cap_bytes = cap_for(min(d.device_bytes for d in descriptions))
+    pool = Pool(geometries, cap_bytes)
+    memory = ElasticMemory(seats, Ranks(members), pool, circulation, cap_bytes)
+    first = {geometries[m.shape]: d for m, d in zip(members, descriptions, strict=True)}
+    memory.adopt(
+        [
+            [Run(o // g.granularity_bytes, n // g.granularity_bytes) for o, n in first[g].extents]
+            for g in geometries
+        ]
+    )
+    return memory
+
+
+def _link(description: Description) -> Link:
+    import os
+
+    if description.pid == os.getpid():
+        return DirectLink(endpoint_of(description.account))
+    return SocketLink(description.rank, SchedulerSocket(Path(description.socket)))

@@ -1,0 +1,107 @@
+"""Where the bytes of a block lie in an arena, and which granules a run of blocks touches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Geometry", "Strip"]
+
+Indices = npt.NDArray[np.int64]
+
+
+class Strip(NamedTuple):
+    """One part of every block: block `b` has bytes [offset + b * stride, + length) of the arena.
+
+    A layer-outermost cache has one strip a layer (layers of different groups that share their
+    bytes count once); a block-outermost one has a single strip.
+    """
+
+    offset_bytes: int
+    stride_bytes: int
+    length_bytes: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The blocks of one rank over one arena.
+
+    Attributes
+    ----------
+    blocks_total
+        Blocks that there may ever be, the null block 0 among them.
+    strips
+        Distinct strips, by offset.
+    arena_bytes
+        Addresses reserved, a multiple of the granularity that covers all strips.
+    granularity_bytes
+        Bytes of a granule, the smallest extent.
+    """
+
+    blocks_total: int
+    strips: tuple[Strip, ...]
+    arena_bytes: int
+    granularity_bytes: int
+
+    def __post_init__(self) -> None:
+        assert self.blocks_total > 0
+        assert self.strips
+        assert self.arena_bytes % self.granularity_bytes == 0
+        for strip in self.strips:
+            assert 0 < strip.length_bytes <= strip.stride_bytes
+            last = strip.offset_bytes + (self.blocks_total - 1) * strip.stride_bytes
+            assert last + strip.length_bytes <= self.arena_bytes
+
+    @classmethod
+    def of(cls, blocks_total: int, strips: Sequence[Strip], granularity_bytes: int) -> Geometry:
+        """These strips, duplicates removed, over the smallest arena that holds them."""
+        distinct = tuple(sorted(set(strips)))
+        end = max(
+            s.offset_bytes + (blocks_total - 1) * s.stride_bytes + s.length_bytes for s in distinct
+        )
+        granules = -(-end // granularity_bytes)
+        return cls(blocks_total, distinct, granules * granularity_bytes, granularity_bytes)
+
+    @property
+    def granules_total(self) -> int:
+        """Granules of the arena."""
+        return self.arena_bytes // self.granularity_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all strips together."""
+        return sum(strip.length_bytes for strip in self.strips)
+
+    def granule_runs(self, first_block: int, end_block: int) -> list[tuple[int, int]]:
+        """The granules [first, end) that blocks [first_block, end_block) touch, one run a strip."""
+        assert 0 <= first_block < end_block <= self.blocks_total
+        size = self.granularity_bytes
+        runs = []
+        for offset, stride, length in self.strips:
+            first = (offset + first_block * stride) // size
+            end = (offset + (end_block - 1) * stride + length - 1) // size + 1
+            runs.append((first, end))
+        return runs
+
+    def granules_of(self, blocks: Indices, strip: Strip) -> tuple[Indices, Indices]:
+        """First and last granule that each of these blocks touches in one strip."""
+        start = strip.offset_bytes + blocks * strip.stride_bytes
+        return start // self.granularity_bytes, (
+            start + strip.length_bytes - 1
+        ) // self.granularity_bytes
+
+    def blocks_touching(
+        self, first_granule: Indices, end_granule: Indices, strip: Strip
+    ) -> tuple[Indices, Indices]:
+        """For runs of granules [first, end): the blocks [low, high) of a strip that touch them."""
+        size = self.granularity_bytes
+        low = (
+            first_granule * size - strip.offset_bytes - strip.length_bytes
+        ) // strip.stride_bytes + 1
+        high = -((strip.offset_bytes - end_granule * size) // strip.stride_bytes)
+        low = np.clip(low, 0, self.blocks_total)
+        return low, np.maximum(low, np.clip(high, 0, self.blocks_total))

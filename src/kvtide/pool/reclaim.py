@@ -1,0 +1,172 @@
+"""Which extents go first: free ones, then those whose newest cached block is oldest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.pool.extents import Extents
+from kvtide.pool.geometry import Indices
+from kvtide.pool.plans import Run, Shrink, Split, runs_of
+
+__all__ = ["Selection", "Standing"]
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the engine says of its blocks now; arrays of shape (blocks_total,).
+
+    Attributes
+    ----------
+    usable
+        Blocks in circulation.
+    free
+        Usable blocks that hold nothing.
+    cached_age
+        For usable blocks that only a prefix cache holds, their place in its order of eviction,
+        from 0, the oldest; -1 for all others.
+    """
+
+    usable: Mask
+    free: Mask
+    cached_age: npt.NDArray[np.int64]
+
+    @property
+    def live(self) -> Mask:
+        """Blocks that a request holds (and the null block)."""
+        return self.usable & ~self.free & (self.cached_age < 0)
+
+
+class Selection:
+    """What one rank could give back, chosen step by step; nothing changes until a plan is begun."""
+
+    def __init__(self, extents: Extents, standing: Standing) -> None:
+        self._extents = extents
+        self._standing = standing
+        self._gone = np.zeros(extents.geometry.granules_total, np.bool_)
+        self._whole: list[Run] = []
+        self._splits: list[Split] = []
+        table = np.array(list(extents.mapped.items()), np.int64).reshape(-1, 2)
+        self._first, self._count = table[:, 0], table[:, 1]
+
+    @property
+    def granules(self) -> int:
+        """Granules chosen so far."""
+        return int(np.count_nonzero(self._gone))
+
+    def choose_whole(self, wanted_granules: int | None, *, cached: bool) -> None:
+        """Choose whole extents that no live block touches, until there are enough.
+
+        Free ones go first, the highest before lower ones; with `cached` then those of the prefix
+        cache, by the age of their newest block, then by how many they hold. None wants all.
+        """
+        idle, newest, held = self._survey()
+        may_go = idle if cached else idle & (newest < 0)
+        order = np.lexsort((-self._first, held, newest))
+        order = order[may_go[order]]
+        if wanted_granules is not None:
+            sums = np.cumsum(self._count[order])
+            order = order[: int(np.searchsorted(sums, wanted_granules)) + 1]
+        for i in order.tolist():
+            self._take(i)
+
+    def choose_splits(
+        self, wanted_granules: int | None, transient_granules: int, *, cached: bool
+    ) -> None:
+        """Choose extents to split, those with the least to copy first, until there is enough.
+
+        `transient_granules` bounds what may be held twice meanwhile. Without `cached` the blocks
+        of the prefix cache stay where they are, as the live ones do.
+        """
+        pinned = self._standing.live
+        if not cached:
+            pinned = pinned | (self._standing.cached_age >= 0)
+        needed = self._granules_under(np.flatnonzero(pinned))
+        sums = np.concatenate(([0], np.cumsum(needed)))
+        kept = sums[self._first + self._count] - sums[self._first]
+        may_split = (kept > 0) & (kept < self._count) & ~self._gone[self._first]
+        order = np.argsort(kept / self._count, kind="stable")
+        got, room = self.granules, transient_granules
+        for i in order[may_split[order]].tolist():
+            if wanted_granules is not None and got >= wanted_granules:
+                break
+            if kept[i] > room:
+                continue
+            room -= int(kept[i])
+            first, count = int(self._first[i]), int(self._count[i])
+            part = needed[first : first + count]
+            self._gone[first : first + count] = ~part
+            got += count - int(kept[i])
+            self._splits.append(Split(Run(first, count), tuple(runs_of(part, first))))
+
+    def withdrawn(self) -> Mask:
+        """Usable blocks that touch what is chosen."""
+        usable = self._standing.usable
+        result: Mask = np.zeros(len(usable), np.bool_)
+        blocks = np.flatnonzero(usable)
+        sums = np.concatenate(([0], np.cumsum(self._gone)))
+        for strip in self._extents.geometry.strips:
+            first, last = self._extents.geometry.granules_of(blocks, strip)
+            result[blocks[sums[last + 1] > sums[first]]] = True
+        return result
+
+    def choose_stranded(self, left: Mask) -> None:
+        """Choose as well the extents that serve none of the blocks that are left."""
+        sums = np.concatenate(([0], np.cumsum(left)))
+        serves = np.zeros(len(self._first), np.int64)
+        for low, high in self._blocks_over():
+            serves += sums[high] - sums[low]
+        for i in np.flatnonzero((serves == 0) & ~self._gone[self._first]).tolist():
+            self._take(i)
+
+    def shrink(self) -> Shrink:
+        """The choice as a plan."""
+        return Shrink(
+            extents=tuple(self._whole),
+            splits=tuple(self._splits),
+            granules=self.granules,
+            transient_granules=sum(run.granules for s in self._splits for run in s.keep),
+        )
+
+    # -------------------------------------------------------------------------------------------
+
+    def _take(self, i: int) -> None:
+        run = Run(int(self._first[i]), int(self._count[i]))
+        self._gone[run.first : run.first + run.granules] = True
+        self._whole.append(run)
+
+    def _blocks_over(self) -> list[tuple[Indices, Indices]]:
+        """Of every strip, the blocks [low, high) that touch each extent."""
+        geometry, end = self._extents.geometry, self._first + self._count
+        return [geometry.blocks_touching(self._first, end, strip) for strip in geometry.strips]
+
+    def _survey(self) -> tuple[Mask, Indices, Indices]:
+        """Of each extent: no live block touches it; its newest cached block; how many it holds."""
+        live_sum = np.concatenate(([0], np.cumsum(self._standing.live)))
+        cached_sum = np.concatenate(([0], np.cumsum(self._standing.cached_age >= 0)))
+        # Behind the last block there must be one value more for ranges that end there.
+        age = np.append(self._standing.cached_age, -1)
+        live = np.zeros(len(self._first), np.int64)
+        held = np.zeros(len(self._first), np.int64)
+        newest = np.full(len(self._first), -1, np.int64)
+        for low, high in self._blocks_over():
+            some = low < high
+            live += live_sum[high] - live_sum[low]
+            held += cached_sum[high] - cached_sum[low]
+            if np.any(some):
+                ranges = np.stack((low[some], high[some]), axis=1).ravel()
+                newest[some] = np.maximum(newest[some], np.maximum.reduceat(age, ranges)[::2])
+        return live == 0, newest, held
+
+    def _granules_under(self, blocks: Indices) -> Mask:
+        marks = np.zeros(self._extents.geometry.granules_total + 1, np.int64)
+        for strip in self._extents.geometry.strips:
+            first, last = self._extents.geometry.granules_of(blocks, strip)
+            np.add.at(marks, first, 1)
+            np.add.at(marks, last + 1, -1)
+        under: Mask = np.cumsum(marks[:-1]) > 0
+        return under

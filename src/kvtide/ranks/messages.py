@@ -1,0 +1,130 @@
+"""What the scheduler tells a rank with a step, and what the rank answers."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "Answer",
+    "Answers",
+    "Description",
+    "Grow",
+    "Order",
+    "Sample",
+    "Shrink",
+    "decode_answers",
+    "decode_description",
+    "decode_orders",
+    "encode",
+]
+
+# (offset, size) in bytes, relative to the arena.
+Place = tuple[int, int]
+
+
+class Grow(msgspec.Struct, frozen=True, array_like=True, tag="g"):
+    """Map these places, all or none."""
+
+    sequence: int
+    extents: tuple[Place, ...]
+
+
+class Shrink(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """Give back these extents, and of these others all but the places kept.
+
+    Whole extents go first, so that their memory can carry the copies of the splits.
+    """
+
+    sequence: int
+    extents: tuple[Place, ...]
+    splits: tuple[tuple[Place, tuple[Place, ...]], ...] = ()
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True, tag="m"):
+    """Measure the free memory of the device and publish it."""
+
+    sequence: int
+
+
+Order = Grow | Shrink | Sample
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What became of one order at one rank.
+
+    Attributes
+    ----------
+    sequence
+        Of the order.
+    done
+        For a growth: everything is mapped; if not, nothing is. For a shrink: all that could go
+        is gone.
+    kept
+        For a shrink: the extents to be split that are still whole, by offset.
+    stuck_bytes
+        For a shrink: bytes that the device did not take back. They stay charged.
+    blocked
+        All places of the arena where such memory is still mapped; nothing can be mapped there.
+    """
+
+    sequence: int
+    done: bool
+    kept: tuple[int, ...] = ()
+    stuck_bytes: int = 0
+    blocked: tuple[Place, ...] = ()
+
+
+class Answers(msgspec.Struct, frozen=True, array_like=True):
+    """One datagram of a rank: its answers since the last one, in order."""
+
+    rank: int
+    answers: tuple[Answer, ...]
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a rank tells of itself when its memory is ready.
+
+    Attributes
+    ----------
+    rank, pid
+        Of the process that holds the memory.
+    device_uuid, device_bytes
+        Its device, and how large that is.
+    ledger
+        Path of the device's ledger.
+    instance, account
+        Keys of the engine's and its own record there.
+    blocks_total, strips, granularity_bytes
+        Its geometry; strips as (offset, stride, length).
+    extents
+        What is mapped already.
+    socket
+        Path on which it listens for the scheduler.
+    layout
+        `block-major` or `per-layer`, for people.
+    """
+
+    rank: int
+    pid: int
+    device_uuid: str
+    device_bytes: int
+    ledger: str
+    instance: str
+    account: str
+    blocks_total: int
+    strips: tuple[tuple[int, int, int], ...]
+    granularity_bytes: int
+    extents: tuple[Place, ...]
+    socket: str
+    layout: str
+
+
+_encoder = msgspec.msgpack.Encoder()
+_orders = msgspec.msgpack.Decoder(tuple[Order, ...])
+_answers = msgspec.msgpack.Decoder(Answers)
+_description = msgspec.msgpack.Decoder(Description)
+
+encode = _encoder.encode
+decode_orders = _orders.decode
+decode_answers = _answers.decode
+decode_description = _description.decode

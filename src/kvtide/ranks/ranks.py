@@ -1,0 +1,167 @@
+"""All ranks of one engine as its scheduler sees them: grants for all, orders to all, one outcome.
+
+Every order goes to every rank, and has one outcome when the last rank has answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtide.ledger import Account, Granted, Refusal
+from kvtide.ranks.links import Link
+from kvtide.ranks.messages import Answer, Grow, Order, Place, Sample, Shrink, encode
+
+__all__ = ["Member", "Outcome", "Ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank: its number, which of the engine's geometries it has, its account and link."""
+
+    rank: int
+    shape: int
+    device_uuid: str
+    account: Account
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an order at all ranks.
+
+    Attributes
+    ----------
+    order
+        As it was given, one for each shape.
+    done
+        Every rank carried it out.
+    answers
+        By rank.
+    """
+
+    orders: tuple[Order, ...]
+    done: bool
+    answers: dict[int, Answer]
+
+
+@dataclass(slots=True)
+class _Pending:
+    orders: tuple[Order, ...]
+    asked: frozenset[int]
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+
+class Ranks:
+    """The members of one engine, in the order of their ranks."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = tuple(sorted(members, key=lambda m: m.rank))
+        # One device's lock at a time, several devices in the order of their UUIDs.
+        self._by_device = sorted(self.members, key=lambda m: (m.device_uuid, m.rank))
+        self._pending: dict[int, _Pending] = {}
+        self._sequence = 0
+        self.direct = all(m.link.direct for m in self.members)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an order waits for an answer."""
+        return bool(self._pending)
+
+    def is_pending(self, sequence: int) -> bool:
+        """Whether this order still waits for an answer."""
+        return sequence in self._pending
+
+    def grant(self, bytes_of_shape: Sequence[int]) -> Refusal | None:
+        """Have the ledgers grant so many bytes to every rank of each shape: all or none."""
+        granted: list[tuple[Account, int]] = []
+        for member in self._by_device:
+            size_bytes = bytes_of_shape[member.shape]
+            answer = member.account.grant(size_bytes) if size_bytes else Granted(0)
+            if isinstance(answer, Refusal):
+                for account, taken_bytes in granted:
+                    account.refund(taken_bytes)
+                return answer
+            granted.append((member.account, size_bytes))
+        return None
+
+    def refund(self, bytes_of_shape: Sequence[int]) -> None:
+        """Give back to the ledgers what every rank of each shape was granted and holds no more."""
+        for member in self._by_device:
+            if bytes_of_shape[member.shape]:
+                member.account.refund(bytes_of_shape[member.shape])
+
+    # Orders ------------------------------------------------------------------------------------
+
+    def grow(self, extents_of_shape: Sequence[tuple[Place, ...]]) -> int:
+        """Order all ranks to map; the order's sequence number."""
+        sequence = self._next()
+        return self._submit(tuple(Grow(sequence, extents) for extents in extents_of_shape))
+
+    def shrink(
+        self,
+        extents_of_shape: Sequence[tuple[Place, ...]],
+        splits_of_shape: Sequence[tuple[tuple[Place, tuple[Place, ...]], ...]],
+    ) -> int:
+        """Order all ranks to give back; the order's sequence number."""
+        sequence = self._next()
+        pairs = zip(extents_of_shape, splits_of_shape, strict=True)
+        return self._submit(tuple(Shrink(sequence, extents, splits) for extents, splits in pairs))
+
+    def sample(self, shapes: int) -> int:
+        """Order all ranks to measure their device's free memory."""
+        sequence = self._next()
+        return self._submit((Sample(sequence),) * shapes)
+
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    def undo_growth(self, orders: tuple[Order, ...], mapped: set[int]) -> int:
+        """Order the ranks that mapped a growth to give it back; the order's sequence number."""
+        sequence = self._next()
+        undo = tuple(Shrink(sequence, o.extents) for o in orders if isinstance(o, Grow))
+        return self._submit(undo, mapped)
+
+    def _submit(self, orders: tuple[Order, ...], only: set[int] | None = None) -> int:
+        sequence = orders[0].sequence
+        asked = [m for m in self.members if only is None or m.rank in only]
+        self._pending[sequence] = _Pending(orders, frozenset(m.rank for m in asked))
+        for member in asked:
+            member.link.submit(orders[member.shape])
+        return sequence
+
+    def message(self) -> dict[int, bytes] | None:
+        """What the next step must carry, by rank; None when there is nothing."""
+        message: dict[int, bytes] = {}
+        encoded: dict[tuple[Order, ...], bytes] = {}
+        for member in self.members:
+            orders = member.link.take_orders()
+            if orders:
+                if orders not in encoded:
+                    encoded[orders] = encode(orders)
+                message[member.rank] = encoded[orders]
+        return message or None
+
+    def receive(self) -> list[Outcome]:
+        """Outcomes of the orders that all ranks have answered by now, in order. Never waits."""
+        if not self._pending:
+            return []
+        for member in self.members:
+            for answer in member.link.receive():
+                pending = self._pending.get(answer.sequence)
+                # An answer to an order that was ended otherwise, or a second one, changes nothing.
+                if pending is not None and member.rank in pending.asked:
+                    pending.answers.setdefault(member.rank, answer)
+        ended = [s for s, p in self._pending.items() if len(p.answers) == len(p.asked)]
+        return [self._end(sequence) for sequence in ended]
+
+    def _end(self, sequence: int) -> Outcome:
+        pending = self._pending.pop(sequence)
+        done = all(answer.done for answer in pending.answers.values())
+        return Outcome(pending.orders, done, pending.answers)
+
+    def close(self) -> None:
+        """Let go of all ranks."""
+        for member in self.members:
+            member.link.close()
