@@ -1,0 +1,194 @@
+"""Reading a model's configuration into layers by name and kind. The only I/O of `sizing`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvtide.sizing.errors import ConfigError
+from kvtide.sizing.families import FAMILIES, Family
+from kvtide.sizing.fields import Fields, read_json
+from kvtide.sizing.layers import DTYPE_BYTES, Attention, Layer, Shared
+
+__all__ = ["Model", "model_from_config", "read_model"]
+
+_CONFIG = "config.json"
+_QUANTISED = "hf_quant_config.json"
+# The text part of a multimodal configuration, by the names that published files use.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as the plan sees it.
+
+    Parameters
+    ----------
+    name, file, model_type
+        What the user called it, the file that was read, the type of its text part.
+    layers
+        What keeps memory, in the engine's order; drafts are not among them.
+    shared
+        Layers that read another layer's KV and keep nothing.
+    num_layers
+        Decoder layers, with those that keep nothing: pipeline stages split these.
+    own_drafts
+        The model's own draft (MTP) layers, used when speculative tokens are asked for.
+    dtype
+        The dtype that engines run it in.
+    weights_kv_dtype
+        The KV dtype that quantised weights ask for, which `auto` follows.
+    ssm_dtype
+        The dtype of recurrent states that the file names, which engines read differently.
+    max_model_len
+        Tokens that the file says it was made for.
+    assumed
+        Fields that the file leaves to the defaults of the model type.
+    """
+
+    name: str
+    file: str
+    model_type: str
+    architectures: tuple[str, ...]
+    layers: tuple[Layer, ...]
+    shared: tuple[Shared, ...]
+    num_layers: int
+    own_drafts: tuple[Layer, ...]
+    dtype: str
+    weights_kv_dtype: str | None
+    ssm_dtype: str | None
+    max_model_len: int | None
+    assumed: tuple[str, ...]
+
+
+def read_model(path: str | os.PathLike[str]) -> Model:
+    """Read `config.json`, or the one in a folder, and `hf_quant_config.json` beside it.
+
+    Raises
+    ------
+    ConfigError
+        The file cannot be read, its `model_type` is not known, or a field is missing or odd.
+    """
+    given = Path(path)
+    file = given / _CONFIG if given.is_dir() else given
+    if not file.exists():
+        raise ConfigError(
+            f"{os.fspath(path)!r} is neither a config.json nor a folder that holds one; kvtide "
+            "downloads nothing: name a file or a model's folder"
+        )
+    config = read_json(file)
+    beside = file.with_name(_QUANTISED)
+    if "quantization_config" not in config and beside.exists():
+        config["quantization_config"] = {"quant_method": "modelopt", **read_json(beside)}
+    name = file.resolve().parent.name if file.name == _CONFIG else file.stem
+    return model_from_config(config, name=name, file=str(file))
+
+
+def model_from_config(config: Mapping[str, Any], *, name: str, file: str = _CONFIG) -> Model:
+    """The same from a configuration in memory; `file` is what errors call it."""
+    part = next((p for p in _TEXT_PARTS if isinstance(config.get(p), dict)), None)
+    text: dict[str, Any] = dict(config[part]) if part else dict(config)
+    model_type = text.get("model_type") or config.get("model_type")
+    if model_type is None:
+        raise ConfigError(
+            f"{file} has no 'model_type': the plan needs it to know which layers there are"
+        )
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise ConfigError(
+            f"{file}: model_type {model_type!r} is not one that can be planned. The planner would "
+            "need a family for it: how many layers it has, which of them keep KV for every token "
+            "(heads and their size), which only a window, which a recurrent state and of what "
+            f"shape. Known: {', '.join(sorted(FAMILIES))}"
+        )
+    if "dtype" not in text and "torch_dtype" not in text:
+        inherited = config.get("dtype") or config.get("torch_dtype")
+        if inherited is not None:
+            text["dtype"] = inherited
+    fields = Fields(
+        text, file=file, section=part or "", model_type=model_type, defaults=family.defaults
+    )
+    if part:
+        family = replace(family, layer=f"language_model.{family.layer}")
+    layers, shared = family.build(fields, family)
+    num_layers = fields.integer(family.layers_field, "the number of decoder layers")
+    longest = fields.integer_or(family.max_len_field, 0) or None
+    return Model(
+        name=name,
+        file=file,
+        model_type=model_type,
+        architectures=tuple(config.get("architectures") or ()),
+        layers=tuple(layers),
+        shared=tuple(shared),
+        num_layers=num_layers,
+        own_drafts=_own_drafts(fields, family, layers, num_layers),
+        dtype=_run_dtype(fields),
+        weights_kv_dtype=_weights_kv_dtype(config, text, file),
+        ssm_dtype=fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype"),
+        max_model_len=longest,
+        assumed=tuple(fields.assumed),
+    )
+
+
+def _run_dtype(fields: Fields) -> str:
+    """The dtype that engines run: the file's, but bfloat16 for float32 weights."""
+    field = "dtype" if fields.has("dtype") else "torch_dtype"
+    known = tuple(d for d in DTYPE_BYTES if d != "fp8")
+    dtype = fields.text(field, "the dtype that the KV cache has under kv-dtype auto", known)
+    return "bfloat16" if dtype == "float32" else dtype
+
+
+def _own_drafts(
+    fields: Fields, family: Family, layers: list[Layer], num_layers: int
+) -> tuple[Layer, ...]:
+    """MTP layers: each is one more layer like the model's last attention (with its indexer)."""
+    count = fields.integer_or(family.drafts, 0) if family.drafts else 0
+    attention = [layer for layer in layers if isinstance(layer, Attention)]
+    if not count or not attention:
+        return ()
+    last = attention[-1].index
+    drafts: list[Layer] = []
+    for draft in range(count):
+        index = num_layers + draft
+        prefix = family.draft_layer.format(i=index, draft=draft)
+        for layer in attention:
+            if layer.index == last:
+                suffix = layer.name.removeprefix(family.layer.format(i=last))
+                drafts.append(replace(layer, name=prefix + suffix, index=index, draft=True))
+    return tuple(drafts)
+
+
+def _weights_kv_dtype(config: Mapping[str, Any], text: Mapping[str, Any], file: str) -> str | None:
+    """The KV dtype that the weights were calibrated for, if they say one.
+
+    Weights alone being fp8 or mxfp4 says nothing about KV: it stays in the model's dtype.
+    """
+    found = (
+        config.get("quantization_config")
+        or config.get("compression_config")
+        or text.get("quantization_config")
+    )
+    if not isinstance(found, dict):
+        return None
+    inner = found.get("quantization")
+    inner = inner if isinstance(inner, dict) else {}
+    asked = (
+        inner.get("kv_cache_scheme")
+        or found.get("kv_cache_scheme")
+        or inner.get("kv_cache_quant_algo")
+        or found.get("kv_cache_quant_algo")
+    )
+    if asked is None:
+        return None
+    if isinstance(asked, dict):
+        bits, kind = asked.get("num_bits"), asked.get("type")
+        asked = f"{kind}{bits}"
+    if str(asked).lower() in ("fp8", "float8", "fp8_e4m3"):
+        return "fp8"
+    raise ConfigError(
+        f"{file}: the quantised weights ask for a KV cache of {asked!r}, which the planner cannot "
+        "size; name a dtype with --kv-dtype"
+    )
