@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvtide.errors import UsageError
 
-__all__ = ["DTYPES", "KINDS", "VOCABULARY", "ensure_model", "make_model"]
+__all__ = ["DTYPES", "KINDS", "VOCABULARY", "dtype_of", "ensure_model", "make_model"]
 
 VOCABULARY = 2048
 DTYPES = ("float32", "bfloat16")
@@ -50,6 +50,8 @@ class _Kind(NamedTuple):
     architecture: str  # as transformers names it
     differences: dict[str, Any]  # from `_COMMON`
     without: tuple[str, ...] = ()  # of `_COMMON`
+    dtype: str = "float32"  # bfloat16 where vLLM's CPU kernels take nothing else
+    head_spread: float = 0.0  # see `_spread_head`
 
 
 _KINDS = {
@@ -77,11 +79,15 @@ _KINDS = {
             "linear_value_head_dim": 64,
             "linear_conv_kernel_dim": 4,
             "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-            "num_experts": 4,
+            # Both experts always: a router that rounds to another expert changes every token after.
+            "num_experts": 2,
+            "initializer_range": 0.03,
             "shared_expert_intermediate_size": 64,
             "decoder_sparse_step": 1,
             **_EXPERTS,
         },
+        dtype="bfloat16",
+        head_spread=2.0,
     ),
     "mamba2": _Kind(
         "mamba2",
@@ -127,13 +133,23 @@ _KINDS = {
             "sliding_window": 64,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
+        dtype="bfloat16",
+        head_spread=2.0,
     ),
 }
 
 KINDS = tuple(_KINDS)
 
 
-def make_model(kind: str, directory: Path, *, dtype: str = "float32", seed: int = 0) -> Path:
+def dtype_of(kind: str) -> str:
+    """The dtype in which a kind's greedy tokens are the same however requests are batched.
+
+    Serve with `--dtype` and this: vLLM's own choice is 16 bits wide even for float32 weights.
+    """
+    return _KINDS[kind].dtype
+
+
+def make_model(kind: str, directory: Path, *, dtype: str | None = None, seed: int = 0) -> Path:
     """Write a model and its tokenizer into a new or empty directory.
 
     Needs torch and transformers. The directory appears whole or not at all.
@@ -145,7 +161,7 @@ def make_model(kind: str, directory: Path, *, dtype: str = "float32", seed: int 
     directory
         Where to; its parents are made.
     dtype
-        One of `DTYPES`, of the weights and so of the KV cache.
+        One of `DTYPES`, of the weights; `dtype_of` the kind where None.
     seed
         Of the weights; the same seed gives the same bytes.
 
@@ -156,6 +172,7 @@ def make_model(kind: str, directory: Path, *, dtype: str = "float32", seed: int 
     """
     if kind not in _KINDS:
         raise UsageError(f"{kind!r} is not a kind of model; there are {', '.join(KINDS)}")
+    dtype = dtype or dtype_of(kind)
     if dtype not in DTYPES:
         raise UsageError(f"{dtype!r} is not a dtype of these models: {' or '.join(DTYPES)}")
     if directory.exists() and any(directory.iterdir()):
@@ -171,8 +188,9 @@ def make_model(kind: str, directory: Path, *, dtype: str = "float32", seed: int 
     return directory
 
 
-def ensure_model(kind: str, cache: Path, *, dtype: str = "float32", seed: int = 0) -> Path:
+def ensure_model(kind: str, cache: Path, *, dtype: str | None = None, seed: int = 0) -> Path:
     """The model of this kind in a cache directory, made there if it is not there yet."""
+    dtype = dtype or dtype_of(kind)
     directory = cache / f"{kind}-{dtype}-{seed}"
     if not (directory / "config.json").exists():
         make_model(kind, directory, dtype=dtype, seed=seed)
@@ -185,13 +203,28 @@ def _write_weights(kind: str, directory: Path, dtype: str, seed: int) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    architecture, differences, without = _KINDS[kind]
+    architecture, differences, without, _, spread = _KINDS[kind]
     values = {k: v for k, v in (_COMMON | differences).items() if k not in without}
     config = AutoConfig.for_model(architecture, dtype=dtype, **values)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
-    model.save_pretrained(directory)
+        model = AutoModelForCausalLM.from_config(config)
+        if spread:
+            _spread_head(model, spread)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+
+
+def _spread_head(model: Any, spread: float) -> None:
+    """Give the output's rows very different lengths, so that the best token wins by far.
+
+    With rows of one length some 1% of the choices are within the rounding of bfloat16, and
+    another batch then gives another token.
+    """
+    import torch
+
+    with torch.no_grad():
+        rows = model.lm_head.weight
+        rows.mul_(torch.exp(spread * torch.randn(rows.shape[0], 1)))
 
 
 def _write_tokenizer(directory: Path) -> None:
@@ -222,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     try:
