@@ -2,11 +2,13 @@
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.memory.extents import MAX_EXTENT_BYTES, MIN_EXTENT_BYTES, Span, cap_for, cut, merge
 
+# No test may depend on how fast the machine is.
+unhurried = settings(deadline=None)
 granules = st.integers(0, 600)
 caps = st.integers(0, 8).map(lambda power: MIN_EXTENT_BYTES << power)
 some_spans = st.lists(
@@ -36,6 +38,7 @@ def fewest(start: int, end: int, cap: int) -> int:
     return best[end]
 
 
+@unhurried
 @given(some_spans, caps)
 def test_extents_cover_exactly_the_spans(spans, cap_bytes):
     extents = cut(spans, cap_bytes)
@@ -47,6 +50,7 @@ def test_extents_cover_exactly_the_spans(spans, cap_bytes):
         assert extent.offset_bytes % extent.size_bytes == 0
 
 
+@unhurried
 @given(some_spans, caps)
 def test_no_other_cut_has_fewer_extents(spans, cap_bytes):
     unit = MIN_EXTENT_BYTES
@@ -57,6 +61,7 @@ def test_no_other_cut_has_fewer_extents(spans, cap_bytes):
     assert len(cut(spans, cap_bytes)) == least
 
 
+@unhurried
 @given(some_spans)
 def test_merged_runs_do_not_touch(spans):
     runs = merge(spans)
@@ -64,6 +69,7 @@ def test_merged_runs_do_not_touch(spans):
     assert granules_of(runs) == sorted(set(granules_of(spans)))
 
 
+@unhurried
 @given(st.integers(0, 1 << 45))
 def test_a_cap_is_an_extent_and_a_64th_at_most(total_bytes):
     cap_bytes = cap_for(total_bytes)
