@@ -14,16 +14,17 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import util as multiprocessing_util
 from typing import NoReturn
 
 from kvtide.errors import KvtideError
 
-__all__ = ["end_server", "join"]
+__all__ = ["at_end", "closing", "end_server", "join"]
 
 _VARIABLE = "KVTIDE_INTERNAL_FAMILY"
 _UCRED = struct.Struct("3i")
-_BYE, _FAIL = b"b", b"f"
+_BYE, _CLOSING, _FAIL = b"b", b"c", b"f"
 
 
 class _Outermost:
@@ -36,6 +37,9 @@ class _Outermost:
         self._listener.bind("\0" + self.address)
         self._listener.listen(64)
         self._members: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, connection
+        # The engine is ending its processes itself, also by force: no death is unexpected.
+        self.closing = False
+        self.at_end: list[Callable[[], None]] = []
         threading.Thread(target=self._run, name="kvtide-family", daemon=True).start()
 
     def _run(self) -> None:
@@ -49,8 +53,12 @@ class _Outermost:
                 elif descriptor in connections:
                     self._hear(descriptor, poll, connections)
                 elif descriptor in self._members:
-                    pid, _ = self._members[descriptor]
-                    self.end(f"process {pid} of this server ended unexpectedly", 1)
+                    pid, connection = self._members[descriptor]
+                    if not self.closing:
+                        self.end(f"process {pid} of this server ended unexpectedly", 1)
+                    if connections.pop(connection.fileno(), None) is not None:
+                        poll.unregister(connection)
+                    self._dismiss(descriptor, poll)
 
     def _admit(self, poll: select.poll, connections: dict[int, int]) -> None:
         connection, _ = self._listener.accept()
@@ -63,6 +71,7 @@ class _Outermost:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             self.end(f"process {pid} of this server ended unexpectedly", 1)
+        self.closing = False
         self._members[pidfd] = (pid, connection)
         connections[connection.fileno()] = pidfd
         poll.register(pidfd, select.POLLIN)
@@ -78,14 +87,20 @@ class _Outermost:
         if message.startswith(_FAIL):
             status, _, text = message[1:].decode().partition(":")
             self.end(text, int(status))
+        if message == _CLOSING:
+            self.closing = True
+            return
         poll.unregister(connection)
         del connections[descriptor]
         if message == _BYE:
-            poll.unregister(pidfd)
-            del self._members[pidfd]
-            os.close(pidfd)
-            connection.close()
+            self._dismiss(pidfd, poll)
         # A connection that just ends says nothing: the pidfd tells whether the process lives.
+
+    def _dismiss(self, pidfd: int, poll: select.poll) -> None:
+        poll.unregister(pidfd)
+        _, connection = self._members.pop(pidfd)
+        os.close(pidfd)
+        connection.close()
 
     def forget(self) -> None:
         """In a forked child: this was the parent's."""
@@ -99,6 +114,8 @@ class _Outermost:
         print(f"kvtide: {text}", file=sys.stderr, flush=True)
         for pid, _ in self._members.values():
             _kill(pid)
+        for callback in self.at_end:
+            callback()
         os._exit(status)
 
 
@@ -134,6 +151,10 @@ class _Member:
         """Announce an orderly end."""
         if os.getpid() == self._pid:
             self._send(_BYE)
+
+    def say_closing(self) -> None:
+        """Announce that the engine ends its processes itself."""
+        self._send(_CLOSING)
 
     def fail(self, text: str, status: int) -> NoReturn:
         """Have the whole server end with this text."""
@@ -194,6 +215,21 @@ def _forget() -> None:
 def _rejoin(_: object) -> None:
     global _role
     _role = _join_as_member()
+
+
+def closing() -> None:
+    """The engine ends in an orderly way from here on, and may end its processes by force."""
+    if isinstance(_role, _Outermost):
+        _role.closing = True
+    elif isinstance(_role, _Member):
+        _role.say_closing()
+
+
+def at_end(callback: Callable[[], None]) -> None:
+    """In the outermost process: call this when the server ends, also when it is taken down."""
+    atexit.register(callback)
+    if isinstance(_role, _Outermost):
+        _role.at_end.append(callback)
 
 
 def end_server(error: KvtideError) -> NoReturn:

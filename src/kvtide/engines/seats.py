@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from kvtide.device.base import DeviceInfo
+from kvtide.engines.family import at_end
 from kvtide.errors import KvtideError
 from kvtide.ledger import DeviceSpec, Instance, Ledger
 from kvtide.ranks.elastic import Seat
@@ -48,6 +49,8 @@ def take_seats(settings: Settings, default_name: str, devices: list[DeviceInfo])
     KvtideError
         A ledger cannot be used, or the name is taken.
     """
+    if not _taken:
+        at_end(_leave)
     ledgers = [
         Ledger.open(settings.dir, spec_of(info, settings))
         for info in sorted(devices, key=lambda info: info.uuid)
@@ -62,6 +65,13 @@ def take_seats(settings: Settings, default_name: str, devices: list[DeviceInfo])
         seats.append(f"{ledger.path.name}={instance.key}")
     os.environ[_VARIABLE] = ",".join(seats)
     return name
+
+
+def _leave() -> None:
+    while _taken:
+        ledger, instance = _taken.pop()
+        instance.close()
+        ledger.close()
 
 
 def find_seat(settings: Settings, info: DeviceInfo) -> Seat:

@@ -156,22 +156,26 @@ class ElasticMemory(Generic[B]):
             return True
         return self._grow(blocks) is None
 
-    def grow_for(self, blocks: int) -> bool:
-        """Have so many more blocks come, without which nothing goes on; wish for them if refused.
+    def grow_for(self, blocks: int, desired: int) -> bool:
+        """Have `desired` more blocks come, or at least the `blocks` without which nothing goes on.
+
+        If even these are refused, a wish for the desired ones is registered.
 
         Returns
         -------
         bool
-            Whether they are coming.
+            Whether some are coming.
         """
         if self._growing:
             return True
-        refusal = self._grow(blocks)
+        refusal = self._grow(desired) if desired > blocks else None
+        if desired <= blocks or refusal is not None:
+            refusal = self._grow(blocks)
         if refusal is None:
             return True
         self.refusals += 1
-        self._wish(blocks)
-        if refusal.sample_is_stale:
+        self._wish(desired)
+        if refusal.sample_is_stale and not self.ranks.pending:
             self.ranks.sample(len(self.pool.shapes))
         return False
 
@@ -305,7 +309,8 @@ class ElasticMemory(Generic[B]):
 
     def settle(self) -> None:
         """Take what the ranks have confirmed by now into account. Never waits."""
-        for outcome in self.ranks.receive():
+        outcomes = self.ranks.receive()
+        for outcome in outcomes:
             sequence = outcome.orders[0].sequence
             if (growing := self._growing.pop(sequence, None)) is not None:
                 self._end_growth(growing, outcome)
@@ -314,6 +319,8 @@ class ElasticMemory(Generic[B]):
             elif (undoing := self._undoing.pop(sequence, None)) is not None:
                 self.pool.abort_growth(undoing.growths)
                 self.ranks.refund(undoing.bytes_of_shape)
+        if outcomes:
+            self.publish()
 
     def _end_growth(self, growing: _Growing, outcome: Outcome) -> None:
         if outcome.done:
@@ -337,11 +344,15 @@ class ElasticMemory(Generic[B]):
     # For observers -----------------------------------------------------------------------------
 
     def show(self, state: State) -> None:
-        """Publish the state and the figures of the pool."""
+        """Tell what the engine does, and publish the figures of the pool."""
         if state is not self._state:
             self._state = state
             for seat in self.seats.values():
                 seat.instance.set_state(state)
+        self.publish()
+
+    def publish(self) -> None:
+        """Publish the figures of the pool: others ask for idle memory by them."""
         free, cached = self.circulation.free.count, self.circulation.cached_count
         usable = self.pool.usable_count
         used = max(0, usable - free - cached)

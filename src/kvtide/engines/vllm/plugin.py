@@ -32,6 +32,7 @@ def activate() -> None:
         family.join()
         _wrap_platform(settings)
         _wrap_engine_core()
+        _wrap_endings()
     except KvtideError as error:
         family.end_server(error)
 
@@ -93,3 +94,27 @@ def _wrap_engine_core() -> None:
         return result
 
     EngineCore._initialize_kv_caches = initialize_kv_caches
+
+
+def _wrap_endings() -> None:
+    """vLLM ends its own processes by force when it closes: no death is unexpected then."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import BackgroundResources, MPClient
+
+    for owner, name in (
+        (MPClient, "shutdown"),
+        (BackgroundResources, "__call__"),
+        (EngineCore, "shutdown"),
+    ):
+        _announce(owner, name)
+
+
+def _announce(owner: Any, name: str) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def ending(self: Any, *args: Any, **kwargs: Any) -> Any:
+        family.closing()
+        return original(self, *args, **kwargs)
+
+    setattr(owner, name, ending)

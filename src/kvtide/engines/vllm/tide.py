@@ -54,7 +54,10 @@ class Tide:
         self.asleep = False
         self._pressed = False
         self._probe_seconds = _PROBE_SECONDS
-        self._retry_at = 0.0
+        # Before these moments no further try, unless something was freed: to grow ahead of need,
+        # and to have what was missed.
+        self._ahead_at = 0.0
+        self._missed_at = 0.0
         self._roused = threading.Event()
         wakers = [seat.instance.waker() for seat in self.memory.seats.values()]
         self._wake_engine: Callable[[], None] = wake_engine or self._roused.set
@@ -74,7 +77,7 @@ class Tide:
             needed: int = original(*args, **kwargs)
             missing = needed - free_count()
             if missing > 0 and direct:
-                memory.grow_for(missing)
+                memory.grow_for(missing, missing)
                 missing = needed - free_count()
             # The last check of a step stands: an earlier miss was mended by preemption.
             self._shortfall = max(0, missing)
@@ -92,7 +95,7 @@ class Tide:
             memory.settle()
         if called:
             self.watch.called = False
-            self._retry_at = 0.0
+            self._ahead_at = self._missed_at = 0.0
             self._pressed = True
         idle = not self._scheduler.has_unfinished_requests()
         if memory.trim_soon or (called and idle):
@@ -101,18 +104,20 @@ class Tide:
             memory.show(State.RUNNING)
             self._pressed = memory.yield_to_others()
         self.asleep = False
-        if not idle and not memory.growing and time.monotonic() >= self._retry_at:
+        if not idle and not memory.growing and time.monotonic() >= self._ahead_at:
             missing = self._need.blocks() - self._pool.free.count
             if missing > 0 and not memory.grow(missing):
-                self._put_off()
+                self._ahead_at = time.monotonic() + _PROBE_SECONDS
         self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
 
     def end(self, output: Any) -> None:
         """After vLLM has scheduled: wish for what it missed, and send the step's orders with it."""
         memory, scheduler = self.memory, self._scheduler
         if self._shortfall:
-            if time.monotonic() >= self._retry_at and not memory.grow_for(self._shortfall):
-                self._put_off()
+            if time.monotonic() >= self._missed_at:
+                desired = max(self._shortfall, self._need.blocks() - memory.free_count)
+                if not memory.grow_for(self._shortfall, desired):
+                    self._missed_at = time.monotonic() + self._probe_seconds
         else:
             memory.end_wish()
             self._probe_seconds = _PROBE_SECONDS
@@ -137,10 +142,6 @@ class Tide:
         else:
             memory.show(State.RUNNING)
 
-    def _put_off(self) -> None:
-        """No further try before something was freed, or a pause has passed."""
-        self._retry_at = time.monotonic() + self._probe_seconds
-
     # Between steps -----------------------------------------------------------------------------
 
     def wants_step(self) -> bool:
@@ -158,7 +159,7 @@ class Tide:
     def wake(self) -> None:
         """Something changed that may let the engine go on: look again."""
         self.asleep = False
-        self._retry_at = 0.0
+        self._ahead_at = self._missed_at = 0.0
 
     def close(self) -> None:
         """End the watch and let go of the ranks."""
