@@ -6,7 +6,7 @@ import re
 
 from kvtide.errors import UsageError
 
-__all__ = ["GIB", "KIB", "MIB", "TIB", "format_size", "parse_size"]
+__all__ = ["GIB", "KIB", "MIB", "TIB", "format_gib", "format_size", "parse_size"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -65,3 +65,8 @@ def format_size(size_bytes: int) -> str:
                 return f"{sign}{size // scale}{name}"
             return f"{sign}{size / scale:.2f}{name}"
     return f"{sign}{size}B"
+
+
+def format_gib(size_bytes: int) -> str:
+    """Write bytes as a bare number of GiB for a column under that heading, to three decimals."""
+    return f"{size_bytes / GIB:.3f}"

@@ -24,8 +24,9 @@ class Family:
         Makes the layers of the decoder; `names.layer` and so on are used to name them.
     layer, attn, state
         Name of decoder layer `i`, and what its attention and its state append to it.
-    drafts
-        The field that counts the model's own draft (MTP) layers, and the name of the first.
+    drafts, drafts_default, draft_layer
+        The field that counts the model's own draft (MTP) layers, how many engines build where
+        the file has none, and what they are called.
     defaults
         Defaults of the model type's configuration class for fields that real files leave out.
     derives
@@ -40,6 +41,7 @@ class Family:
     attn: str = ".self_attn.attn"
     state: str = ".mixer"
     drafts: str | None = None
+    drafts_default: int = 0
     draft_layer: str = "model.layers.{i}"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     derives: tuple[str, ...] = ()
@@ -115,6 +117,7 @@ FAMILIES: dict[str, Family] = {
         hybrid.qwen3_next,
         state=".linear_attn",
         drafts="num_nextn_predict_layers",
+        drafts_default=1,
         draft_layer="mtp.layers.{draft}",
         defaults={"full_attention_interval": 4},
     ),
@@ -134,7 +137,7 @@ FAMILIES: dict[str, Family] = {
     "mamba2": Family(hybrid.mamba2, layer="backbone.layers.{i}"),
     "whisper": Family(
         attention.whisper,
-        layer="model.decoder.layers.{i}",
+        layer=".decoder.layers.{i}.layers",
         layers_field="decoder_layers",
         max_len_field="max_target_positions",
     ),

@@ -145,7 +145,7 @@ def _own_drafts(
     fields: Fields, family: Family, layers: list[Layer], num_layers: int
 ) -> tuple[Layer, ...]:
     """MTP layers: each is one more layer like the model's last attention (with its indexer)."""
-    count = fields.integer_or(family.drafts, 0) if family.drafts else 0
+    count = fields.integer_or(family.drafts, family.drafts_default) if family.drafts else 0
     attention = [layer for layer in layers if isinstance(layer, Attention)]
     if not count or not attention:
         return ()

@@ -129,7 +129,7 @@ def make_plan(
         block_size=rule.block_size,
         num_blocks=blocks,
         num_tokens=rule.tokens(blocks),
-        engine_tokens=rule.engine_tokens(stage, budget_bytes, blocks),
+        engine_tokens=_engine_tokens(rule, stage, budget_bytes, blocks),
         max_concurrency=rule.concurrency(blocks),
         budget_bytes=budget_bytes,
         smallest_budget_bytes=_smallest_budget(rule, request.pp),
@@ -137,6 +137,11 @@ def make_plan(
         ranks=ranks,
         notes=tuple(_notes(rule, model, request, kv_dtype)),
     )
+
+
+def _engine_tokens(rule: Rule, stage: int, budget_bytes: int, blocks: int) -> int:
+    found = rule.engine_tokens(stage, budget_bytes, blocks)
+    return rule.tokens(blocks) if found >= UNBOUNDED else found
 
 
 def _check(model: Model, request: Request) -> None:
@@ -237,7 +242,8 @@ def _ranks(
             num_blocks=blocks,
             num_tokens=rule.tokens(blocks),
             bytes_per_token=rule.token_bytes(stage),
-            bytes_per_block=total_bytes(rows, blocks) - total_bytes(rows, blocks - 1),
+            # Exact where every block adds the same, cut to whole bytes where a ratio is at work.
+            bytes_per_block=(total_bytes(rows, UNBOUNDED) - total_bytes(rows, 0)) // UNBOUNDED,
             allocated_bytes=total_bytes(rows, blocks),
             allocations=allocations(rows, blocks),
         )

@@ -1,0 +1,1 @@
+"""The commands of `kvtide`, each registered on the application that `cli` builds."""
