@@ -16,6 +16,7 @@ __all__ = ["Settings", "check_name"]
 
 _MAX_NAME_BYTES = 128
 _NAME = re.compile(r"[^\s/\x00-\x1f\x7f]+")
+_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 def check_name(name: str) -> str:
@@ -34,6 +35,15 @@ def check_name(name: str) -> str:
     if len(name.encode()) > _MAX_NAME_BYTES:
         raise UsageError(f"{name[:40]!r}... is longer than {_MAX_NAME_BYTES} bytes")
     return name
+
+
+def _device_name(text: str) -> str:
+    if not _DEVICE.fullmatch(text):
+        raise UsageError(
+            "write a plain name: at most 64 letters, digits, '.', '_' and '-', the first a letter "
+            "or digit"
+        )
+    return text
 
 
 def _flag(text: str) -> bool:
@@ -90,6 +100,9 @@ class Settings:
     )
     host_memory: int = _setting(
         parse_size, _half_of_memory, "size of the host device; default: half of the memory"
+    )
+    host_device: str = _setting(
+        _device_name, "host", "name of the host device; engines share memory under the same one"
     )
     wait_deadline: float | None = _setting(
         _seconds, None, "seconds an engine waits for memory before it gives up; default: for ever"

@@ -312,6 +312,17 @@ def test_a_device_smaller_than_a_handle_is_refused():
         HostDevice(MIB)
 
 
+def test_host_devices_of_other_names_have_memory_of_their_own():
+    one, other = anonymous_uuid(), anonymous_uuid() + "-other"
+    first = open_device("host", host_total_bytes=TOTAL, host_uuid=one)
+    second = open_device("host", host_total_bytes=TOTAL, host_uuid=other)
+    handle = first.create(2 * MIB)
+    assert handle is not None
+    assert (first.info.uuid, second.info.uuid) == (one, other)
+    assert (first.free_bytes(), second.free_bytes()) == (TOTAL - 2 * MIB, TOTAL)
+    first.release(handle)
+
+
 def test_open_device_chooses_by_name():
     device = open_device("host", host_total_bytes=TOTAL)
     assert (device.info.uuid, device.info.total_bytes) == ("host", TOTAL)
