@@ -17,6 +17,7 @@ __all__ = ["Model", "model_from_config", "read_model"]
 
 _CONFIG = "config.json"
 _QUANTISED = "hf_quant_config.json"
+_FP8_WORDS = ("fp8", "float8", "fp8_e4m3")
 # The text part of a multimodal configuration, by the names that published files use.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
@@ -126,7 +127,7 @@ def model_from_config(config: Mapping[str, Any], *, name: str, file: str = _CONF
         num_layers=num_layers,
         own_drafts=_own_drafts(fields, family, layers, num_layers),
         dtype=_run_dtype(fields),
-        weights_kv_dtype=_weights_kv_dtype(config, text, file),
+        weights_kv_dtype=_weights_kv_dtype(config, text),
         ssm_dtype=fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype"),
         max_model_len=longest,
         assumed=tuple(fields.assumed),
@@ -161,8 +162,8 @@ def _own_drafts(
     return tuple(drafts)
 
 
-def _weights_kv_dtype(config: Mapping[str, Any], text: Mapping[str, Any], file: str) -> str | None:
-    """The KV dtype that the weights were calibrated for, if they say one.
+def _weights_kv_dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
+    """The KV dtype that the weights were calibrated for, if they say one, in the file's word.
 
     Weights alone being fp8 or mxfp4 says nothing about KV: it stays in the model's dtype.
     """
@@ -184,11 +185,5 @@ def _weights_kv_dtype(config: Mapping[str, Any], text: Mapping[str, Any], file: 
     if asked is None:
         return None
     if isinstance(asked, dict):
-        bits, kind = asked.get("num_bits"), asked.get("type")
-        asked = f"{kind}{bits}"
-    if str(asked).lower() in ("fp8", "float8", "fp8_e4m3"):
-        return "fp8"
-    raise ConfigError(
-        f"{file}: the quantised weights ask for a KV cache of {asked!r}, which the planner cannot "
-        "size; name a dtype with --kv-dtype"
-    )
+        asked = f"{asked.get('type')}{asked.get('num_bits')}"
+    return "fp8" if str(asked).lower() in _FP8_WORDS else str(asked)

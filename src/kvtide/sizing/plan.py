@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvtide.sizing.errors import ConfigError, DoesNotFitError
+from kvtide.sizing.layers import DTYPE_BYTES
 from kvtide.sizing.model import Model
 from kvtide.sizing.request import Request
 from kvtide.sizing.rows import UNBOUNDED, Allocation, Row, allocations, invert, total_bytes
@@ -156,7 +157,15 @@ def _kv_dtype(model: Model, request: Request) -> str:
     """The dtype of K and V: as told, else what the weights ask for, else the model's."""
     if request.kv_dtype != "auto":
         return request.kv_dtype
-    return model.weights_kv_dtype or model.dtype
+    if model.weights_kv_dtype is None:
+        return model.dtype
+    if model.weights_kv_dtype not in DTYPE_BYTES:
+        raise ConfigError(
+            f"{model.file}: the quantised weights ask for a KV cache of "
+            f"{model.weights_kv_dtype!r}, which the planner cannot size; name a dtype with "
+            "--kv-dtype"
+        )
+    return model.weights_kv_dtype
 
 
 def _fitting(rule: Rule, pp: int, budget_bytes: int) -> list[int]:

@@ -1,0 +1,130 @@
+"""Configurations that cannot be read: the error names the file, the field and what is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtide.sizing.errors import ConfigError
+from kvtide.sizing.layers import Kind
+from kvtide.sizing.model import model_from_config, read_model
+
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
+
+# Fields without which no layer can be sized, by configuration; a dot leads into the text part.
+NEEDED = {
+    "llama-3.1-8b": ["num_hidden_layers", "num_attention_heads", "hidden_size", "torch_dtype"],
+    "mistral-7b-v0.1": ["num_key_value_heads"],
+    "qwen3-8b": ["num_hidden_layers", "num_key_value_heads", "head_dim"],
+    "qwen3.5-27b": [
+        "text_config.linear_num_key_heads",
+        "text_config.linear_num_value_heads",
+        "text_config.linear_key_head_dim",
+        "text_config.linear_value_head_dim",
+        "text_config.linear_conv_kernel_dim",
+        "text_config.num_key_value_heads",
+        "text_config.dtype",
+    ],
+    "gemma-4-31b": ["text_config.global_head_dim", "text_config.sliding_window"],
+    "deepseek-v3.2": ["kv_lora_rank", "qk_rope_head_dim", "index_head_dim"],
+    "jamba-v0.1": ["attn_layer_period", "attn_layer_offset", "mamba_d_state", "mamba_d_conv"],
+    "falcon-h1-7b": ["mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"],
+    "nemotron-h-8b": ["hybrid_override_pattern", "ssm_state_size", "mamba_num_heads"],
+    "granite-4.0-h-small": ["layer_types", "mamba_expand"],
+    "lfm2-1.2b": ["full_attn_idxs", "conv_L_cache"],
+    "mamba2-2.7b": ["expand", "state_size", "conv_kernel", "n_groups"],
+    "whisper-large-v3": ["decoder_layers", "decoder_attention_heads", "d_model"],
+    "minimax-text-01": ["attn_type_list"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [(name, field) for name, fields in NEEDED.items() for field in fields]
+)
+def test_a_missing_field_is_named_with_its_file_and_its_use(name, field, tmp_path):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    part = config
+    *path, last = field.split(".")
+    for key in path:
+        part = part[key]
+    del part[last]
+    config.pop("torch_dtype", None) if last == "dtype" else None
+    config.pop("dtype", None) if last in ("dtype", "torch_dtype") else None
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as refusal:
+        read_model(tmp_path)
+    message = str(refusal.value)
+    assert str(file) in message
+    expected = field.replace("dtype", "torch_dtype") if last == "dtype" else field
+    assert f"{expected!r}" in message
+    assert "needs it (" in message
+    assert refusal.value.exit_status == 2
+
+
+def test_an_unknown_model_type_says_what_the_planner_would_need():
+    with pytest.raises(ConfigError) as refusal:
+        model_from_config({"model_type": "flux_capacitor"}, name="x", file="/m/config.json")
+    message = str(refusal.value)
+    assert "/m/config.json" in message
+    assert "'flux_capacitor'" in message
+    assert "would need" in message
+    assert "llama" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        ("{}", "no 'model_type'"),
+        ('{"model_type": "llama", "torch_dtype": "int5"}', "torch_dtype|num_hidden_layers"),
+    ],
+)
+def test_files_that_are_no_configuration(content, match, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=match):
+        read_model(tmp_path / "config.json")
+
+
+def test_a_path_that_does_not_exist_says_that_nothing_is_downloaded():
+    with pytest.raises(ConfigError, match="downloads nothing"):
+        read_model("meta-llama/Llama-3.1-8B")
+
+
+@pytest.mark.parametrize("value", ["32", 0, -1, 1.5, True])
+def test_a_field_of_the_wrong_kind_is_quoted(value):
+    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    with pytest.raises(ConfigError, match="num_hidden_layers is "):
+        model_from_config({**config, "num_hidden_layers": value}, name="x")
+
+
+def test_a_layer_type_that_is_not_known_is_quoted():
+    config = json.loads((CONFIGS / "gpt-oss-20b.json").read_text())
+    config["layer_types"] = ["full_attention"] * 23 + ["telepathy"]
+    with pytest.raises(ConfigError, match="telepathy"):
+        model_from_config(config, name="x")
+
+
+def test_what_the_class_fills_in_is_told():
+    config = json.loads((CONFIGS / "gemma-3-27b.json").read_text())
+    text = config["text_config"]
+    for field in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        text.pop(field)
+    model = model_from_config(config, name="x")
+    assert any("num_key_value_heads is not in the file: 4" in note for note in model.assumed)
+    llama = json.loads((CONFIGS / "llama-2-7b.json").read_text())
+    del llama["num_key_value_heads"]
+    assert model_from_config(llama, name="x").assumed
+
+
+def test_windows_that_are_switched_off_are_not_windows():
+    config = json.loads((CONFIGS / "qwen2-7b.json").read_text())
+    assert {x.kind for x in model_from_config(config, name="x").layers} == {Kind.FULL}
+    on = {**config, "use_sliding_window": True}
+    assert {x.kind for x in model_from_config(on, name="x").layers} == {Kind.SLIDING}
+    partly = {**on, "max_window_layers": 20}
+    with pytest.raises(ConfigError, match="max_window_layers 20 of 28"):
+        model_from_config(partly, name="x")
