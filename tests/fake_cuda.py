@@ -151,6 +151,9 @@ class FakeDriver(types.ModuleType):
         assert self.contexts == ["primary context"]
         return self.total_bytes - self.used_bytes, self.total_bytes
 
+    def _cuDeviceTotalMem(self, device):  # noqa: N802
+        return self.total_bytes
+
     def _cuMemAddressReserve(self, size, alignment, address, flags):  # noqa: N802
         return self._number() << 40
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import uuid as uuids
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from kvtide.device.base import DeviceInfo, Handle
 from kvtide.device.driver import Driver, process_bytes
+from kvtide.device.visible import describe
 from kvtide.errors import DeviceError
 from kvtide.units import MIB
 
@@ -96,15 +96,7 @@ class CudaDevice:
         self._created: set[int] = set()
         self._half_mapped: set[int] = set()
         self._closed = False
-        with self._current():
-            _, total_bytes = self._call(driver.cuMemGetInfo)
-        self._info = DeviceInfo(
-            uuid=self._uuid(name),
-            backend="cuda",
-            name=name,
-            total_bytes=int(total_bytes),
-            granularity_bytes=_GRANULARITY_BYTES,
-        )
+        self._info = describe(self._driver, self._device)
         _open_devices.add(self)
 
     @property
@@ -264,16 +256,6 @@ class CudaDevice:
         if self._has("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
             properties.allocFlags.gpuDirectRDMACapable = 1
         return properties
-
-    def _uuid(self, name: str) -> str:
-        driver = self._api
-        # The first version gives the whole GPU's UUID for a slice; later bindings dropped it and
-        # call the second one by its name.
-        newest = "cuDeviceGetUuid_v2" if "cuDeviceGetUuid_v2" in dir(driver) else "cuDeviceGetUuid"
-        raw = self._call(vars(driver)[newest], self._device).bytes
-        # A slice's UUID looks like any other; its name is "NVIDIA A100-SXM4-40GB MIG 1g.5gb".
-        kind = "MIG" if " MIG " in name else "GPU"
-        return f"{kind}-{uuids.UUID(bytes=bytes(raw))}"
 
     def _check_open(self) -> None:
         if self._closed:

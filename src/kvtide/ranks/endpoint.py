@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from kvtide.ranks.messages import (
     Grow,
     Order,
     Place,
+    Shrink,
     decode_orders,
     encode,
 )
@@ -73,6 +74,7 @@ class Endpoint:
         self._socket = RankSocket(directory / name)
         self._answers: list[Answer] = []
         self._direct = False
+        self._named: list[Place] = []
         _here[memory.account.key] = self
 
     def back_null_block(self) -> None:
@@ -81,18 +83,49 @@ class Endpoint:
         Raises
         ------
         NeverFitsError
-            Not even that is granted.
+            Not even that can be had.
         """
+        self._back({0}, "at all times, one smallest extent or two for each part of its blocks")
+
+    def back_named(self, blocks: Iterable[int]) -> None:
+        """Map what these blocks touch until `forget_named`: a warm-up names them.
+
+        Raises
+        ------
+        NeverFitsError
+            It cannot be had.
+        """
+        self._named += self._back(blocks, "while the engine warms up")
+
+    def forget_named(self) -> None:
+        """Give back what `back_named` mapped; no queued work may touch it any more."""
+        places, self._named = tuple(self._named), []
+        if places:
+            self.memory.carry_out((Shrink(0, places),))
+            self.memory.settle()
+            self.memory.account.refund(sum(size for _, size in places))
+
+    def _back(self, blocks: Iterable[int], why: str) -> list[Place]:
+        """Map the granules under blocks that are not mapped; what was mapped now."""
         size = self._geometry.granularity_bytes
-        granules = sorted(
-            {
-                granule
-                for first, end in self._geometry.granule_runs(0, 1)
-                for granule in range(first, end)
-            }
-        )
-        places: tuple[Place, ...] = tuple((granule * size, size) for granule in granules)
-        needed_bytes = size * len(places)
+        mapped = {
+            granule
+            for offset, length in self.memory.places
+            for granule in range(offset // size, (offset + length) // size)
+        }
+        granules = {
+            granule
+            for block in blocks
+            for first, end in self._geometry.granule_runs(block, block + 1)
+            for granule in range(first, end)
+        }
+        places = [(granule * size, size) for granule in sorted(granules - mapped)]
+        if places:
+            self._take(tuple(places), why)
+        return places
+
+    def _take(self, places: tuple[Place, ...], why: str) -> None:
+        needed_bytes = sum(size for _, size in places)
         answer = self.memory.account.grant(needed_bytes)
         if isinstance(answer, Refusal):
             snapshot = self._seat.ledger.snapshot()
@@ -100,11 +133,10 @@ class Endpoint:
                 f"{i.name} {format_size(i.charged_bytes)}" for i in snapshot.instances
             )
             raise NeverFitsError(
-                f"the KV cache needs {format_size(needed_bytes)} at all times, one smallest extent "
-                f"for each of its {len(self._geometry.strips)} parts, and "
+                f"the KV cache needs {format_size(needed_bytes)} {why}, and "
                 f"{format_size(answer.available_bytes)} may be had ({answer.reason}): held are "
-                f"{holders}. Give the device a budget, or this instance a limit, of at least "
-                f"{format_size(needed_bytes)} more"
+                f"{holders}. Give the device a budget, or this instance a limit, that leaves it "
+                f"at least {format_size(needed_bytes)}"
             )
         if not self.memory.carry_out((Grow(0, places),))[0].done:
             self.memory.account.refund(needed_bytes)

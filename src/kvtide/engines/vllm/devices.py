@@ -17,9 +17,9 @@ def devices_of(config: Any, settings: Settings) -> list[DeviceInfo]:
 
     if current_platform.is_cpu():
         return [_open_host(settings).info]
-    from kvtide.device.cuda import describe_visible
+    from kvtide.device.visible import describe_visible
 
-    return describe_visible(config.parallel_config.local_world_size)
+    return describe_visible()[: config.parallel_config.local_world_size]
 
 
 def open_worker_device(worker: Any, settings: Settings) -> Device:

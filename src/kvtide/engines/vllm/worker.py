@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvtide.engines import family
 from kvtide.engines.seats import find_seat
+from kvtide.engines.vllm.block_major import block_major
 from kvtide.engines.vllm.devices import open_worker_device
 from kvtide.engines.vllm.eras import CacheLayout, read_layout
 from kvtide.errors import KvtideError, UnsupportedError
@@ -33,6 +34,8 @@ class ElasticWorker(_Base):
     """Mixin before a vLLM worker class."""
 
     kvtide: Endpoint | None = None
+    # The engine warms up: what its steps name is mapped, though no block of it is handed out.
+    warming = False
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Have vLLM make its KV tensors over an arena instead of allocating them."""
@@ -40,6 +43,7 @@ class ElasticWorker(_Base):
             super().initialize_from_config(kv_cache_config)
             return
         try:
+            kv_cache_config, reason = block_major(kv_cache_config, self.vllm_config)
             memory, layout = self._open_memory(kv_cache_config)
             with _Answered(layout, memory, self.device) as answered:
                 super().initialize_from_config(kv_cache_config)
@@ -47,10 +51,11 @@ class ElasticWorker(_Base):
         except KvtideError as error:
             family.end_server(error)
         _log.info(
-            "kvtide: %s reserved for %d blocks, %s, %s mapped",
+            "kvtide: %s reserved for %d blocks, %s (%s), %s mapped",
             format_size(layout.geometry.arena_bytes),
             layout.geometry.blocks_total,
             layout.kind,
+            reason,
             format_size(memory.arena.mapped_bytes),
         )
 
@@ -70,17 +75,24 @@ class ElasticWorker(_Base):
         )
         memory = RankMemory(device, geometry.arena_bytes, account)
         self.kvtide = Endpoint(memory, seat, geometry, layout.kind, self.rank, settings.dir)
+        self.use_stream()
         self.kvtide.back_null_block()
         return memory, layout
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Carry out what the step says of memory, then run it."""
         if self.kvtide is not None:
+            self.use_stream()
+            if self.warming:
+                self.kvtide.back_named(_named_blocks(scheduler_output))
             self.kvtide.step(
                 scheduler_output.__dict__.get("kvtide"),
                 runs=scheduler_output.total_num_scheduled_tokens > 0,
             )
         return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def use_stream(self) -> None:
+        """Order the device's own work with the model's; nothing to do on the host."""
 
     def kvtide_describe(self) -> bytes | None:
         """What the scheduler must know of this worker's memory; None without a KV cache."""
@@ -92,6 +104,20 @@ class ElasticWorker(_Base):
         if self.kvtide is not None:
             self.kvtide.close()
             self.kvtide = None
+
+
+def _named_blocks(scheduler_output: Any) -> set[int]:
+    """The blocks that a step of the warm-up names."""
+    named = {
+        block
+        for request in scheduler_output.scheduled_new_reqs
+        for group in request.block_ids
+        for block in group
+    }
+    for groups in scheduler_output.scheduled_cached_reqs.new_block_ids:
+        for group in groups or ():
+            named.update(group)
+    return named
 
 
 class _Answered(TorchFunctionMode):
