@@ -179,13 +179,15 @@ class Account:
     def sample(self) -> bool:
         """Measure free memory and publish the budget; whether the budget is as new as this call.
 
-        A pool that ended meanwhile makes the sample worthless; then it is taken again, three times
-        at most. False too when the ledger is busy.
+        Who has died is retired first: what a dead pool held may be free already and still be
+        counted as held. A pool that ends or dies meanwhile makes the sample worthless; then it is
+        taken again, three times at most. False too when the ledger is busy.
         """
         self._own_words()
         assert self._sampler is not None
         file, words, ledger = self._file, self._words, self._ledger
         for _ in range(_SAMPLE_TRIES):
+            ledger.end_dead()
             try:
                 if not file.begin():
                     return False
@@ -197,6 +199,8 @@ class Account:
             try:
                 if not file.begin():
                     return False
+                if not all(file.is_leased(w.pool_at(slot)) for slot in ticket.pools):
+                    continue
                 outcome = publish_sample(words, ticket, free_bytes)
                 if outcome.rose:
                     waits = waiting(words, None)

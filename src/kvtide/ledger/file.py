@@ -130,9 +130,9 @@ class LedgerFile:
         words = self.words
         sequence: int = words[w.H_SEQUENCE]
         words[w.H_HOLDER_PID] = self._pid
-        # Odd here: a writer died in the middle. Its stores were ordered so that what it left is
-        # safe as it is; nothing but the sequence is to be mended.
-        words[w.H_SEQUENCE] = sequence + 1 if not sequence & 1 else sequence + 2
+        if sequence & 1:  # a writer died in the middle
+            _repair(words)
+        words[w.H_SEQUENCE] = (sequence + 1) | 1
         return True
 
     def end(self) -> None:
@@ -219,6 +219,13 @@ class LedgerFile:
         for fd in fds:
             with suppress(OSError):  # there is nothing to do about a close that fails
                 os.close(fd)
+
+
+def _repair(words: memoryview) -> None:
+    """Finish what a dead writer began. Stores are ordered so that only this can be left undone."""
+    for at in map(w.pool_at, range(w.MAX_POOLS)):
+        if not words[at] & 1:
+            words[at + w.P_CHARGE] = 0
 
 
 def _busy(path: Path, pid: int) -> str:

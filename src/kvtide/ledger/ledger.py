@@ -168,25 +168,9 @@ class Ledger:
         """
         if self.file.closed is not None:
             raise LedgerError(self.file.closed)
-        if self.owing:
-            self.pay()
-        if not suspects(self.file):
-            return 0
-        ended = 0
-        gone: list[tuple[int, int]] = []
-        waits: list[tuple[int, int]] = []
-        try:
-            if not self.file.begin():
-                return 0
-            ended, gone = retire(self.file)
-            waits = waiting(self.file.words, None)
-        finally:
-            self.file.end()
-        self.bell.sweep(gone)
-        if ended:
-            if self._held:
-                self._held[0].sample()
-            self.bell.ring(waits)
+        ended = self.end_dead()
+        if ended and self._held:
+            self._held[0].sample()
         return ended
 
     def set_limit(self, name: str, limit_bytes: int | None, revision: int | None = None) -> int:
@@ -259,6 +243,27 @@ class Ledger:
         return demands_now(words).get(instance.slot, 0)
 
     # ---- for the parts of this package ----
+
+    def end_dead(self) -> int:
+        """`retire_dead` without the sample."""
+        if self.owing:
+            self.pay()
+        if not suspects(self.file):
+            return 0
+        ended = 0
+        gone: list[tuple[int, int]] = []
+        waits: list[tuple[int, int]] = []
+        try:
+            if not self.file.begin():
+                return 0
+            ended, gone = retire(self.file)
+            waits = waiting(self.file.words, None)
+        finally:
+            self.file.end()
+        self.bell.sweep(gone)
+        if ended:
+            self.bell.ring(waits)
+        return ended
 
     def pay(self) -> None:
         """Make the refunds that this process owes, for which the ledger was too busy."""

@@ -42,14 +42,16 @@ def remove_pool(words: memoryview, slot: int) -> None:
 
     The driver may not have freed the memory yet, so no credit may appear here: the next sample
     finds what there is. A sample that was begun before is discarded for the same reason, therefore
-    the removal is counted first; the budget is lowered before the charge, since a death in between
-    must leave too little room and never too much.
+    the removal is counted first. The budget is lowered before the charge, since a death in between
+    must leave too little room and never too much; and the record ends before its charge is
+    dropped, since a live record without its charge could neither be refunded nor explained. A
+    charge left in an ended record is what `repair` mends.
     """
     at = w.pool_at(slot)
     words[w.H_REMOVALS] += 1
     words[w.H_BUDGET] -= words[at + w.P_CHARGE]
-    words[at + w.P_CHARGE] = 0
     words[at + w.P_GENERATION] += 1
+    words[at + w.P_CHARGE] = 0
     _lower_high(words, w.H_POOLS_HIGH, w.POOLS_AT)
 
 
