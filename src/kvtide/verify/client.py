@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import time
 import urllib.parse
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Completion", "complete", "metric", "post"]
+__all__ = ["Completion", "complete", "metric", "post", "random_prompts"]
 
 _TIMEOUT_SECONDS = 600.0
 
@@ -95,6 +96,14 @@ def complete(
         return []
     with ThreadPoolExecutor(max_workers=concurrency or len(prompts)) as pool:
         return list(pool.map(one, range(len(prompts))))
+
+
+def random_prompts(
+    seed: int, count: int, tokens: int, *, vocabulary: int = 2048
+) -> list[list[int]]:
+    """Prompts of random token ids, the same for the same arguments; none holds a special token."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocabulary) for _ in range(tokens)] for _ in range(count)]
 
 
 def metric(url: str, name: str) -> float:
