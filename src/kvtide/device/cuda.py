@@ -244,7 +244,7 @@ class CudaDevice:
 
     def _has(self, attribute: str) -> bool:
         driver = self._api
-        which = driver.CUdevice_attribute[f"CU_DEVICE_ATTRIBUTE_{attribute}"]
+        which = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
         return bool(self._call(driver.cuDeviceGetAttribute, which, self._device))
 
     def _allocation_properties(self) -> Any:

@@ -1,0 +1,75 @@
+"""Tokens under kvtide against native vLLM on one GPU: several models, graphs and eager.
+
+    python bench/gpu/tokens.py [MODEL ...]        (dense, window, 8b)
+
+Engines are in-process, so that batches are the same in both. The last row of each model is the
+negative control: with the KV cache zeroed before each step tokens must differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from drive import run, save
+
+PHASES: dict[str, list[list[Any]]] = {
+    "dense": [["generate", "a", 64, 512, 64, 1], ["generate", "b", 96, 300, 48, 2]],
+    "window": [["generate", "a", 64, 512, 64, 1], ["generate", "b", 32, 1500, 32, 2]],
+    "8b": [["generate", "a", 64, 512, 64, 1], ["generate", "b", 64, 1024, 32, 2]],
+}
+
+
+def main() -> int:
+    models = sys.argv[1:] or list(PHASES)
+    results: dict[str, Any] = {}
+    failed = 0
+    for model in models:
+        phases = PHASES[model]
+        setups = {"system": "native", "model": model}, {"system": "kvtide", "model": model}
+        native = run(setups[0], [*phases, ["reset"], phases[0]])
+        elastic = run(
+            setups[1],
+            [
+                ["figures"],
+                *phases,
+                ["figures"],
+                ["reset"],
+                ["figures"],
+                phases[0],
+                ["idle", 2.0],
+                ["reset"],
+                ["figures"],
+                ["zeroing", True],
+                phases[0],
+                ["zeroing", False],
+            ],
+        )
+        results[model] = {"native": native, "kvtide": elastic}
+        reference = [r for r in native if r["command"] == "generate"]
+        ours = [r for r in elastic if r["command"] == "generate"]
+        for number, result in enumerate(ours):
+            control = number == len(ours) - 1
+            expected = reference[0] if control else reference[number]
+            same = sum(a == b for a, b in zip(result["digests"], expected["digests"], strict=True))
+            total = len(result["digests"])
+            good = same < total // 4 if control else same == total
+            failed += not good
+            print(
+                f"{model:8} {'control' if control else result['name']:8} same {same:3} of {total:3} "
+                f"distinct {result['distinct']:3}  {'ok' if good else 'FAILED'}  "
+                f"tok/s {result['tokens_per_s']:8} native {expected['tokens_per_s']:8}",
+                flush=True,
+            )
+        for name, lines in (("native", native), ("kvtide", elastic)):
+            for line in lines:
+                if line["command"] in ("started", "reset", "figures", "idle", "ended"):
+                    line = {k: v for k, v in line.items() if k != "log"}
+                    print(f"{model:8} {name:8} {line}", flush=True)
+        failed += len(ours) != len(phases) + 2
+    save("tokens", results)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
