@@ -36,6 +36,8 @@ class Model:
         Layers that read another layer's KV and keep nothing.
     num_layers
         Decoder layers, with those that keep nothing: pipeline stages split these.
+    encoder_layers
+        Layers of an encoder before the decoder, which only some engines give buffers.
     own_drafts
         The model's own draft (MTP) layers, used when speculative tokens are asked for.
     dtype
@@ -57,6 +59,7 @@ class Model:
     layers: tuple[Layer, ...]
     shared: tuple[Shared, ...]
     num_layers: int
+    encoder_layers: int
     own_drafts: tuple[Layer, ...]
     dtype: str
     weights_kv_dtype: str | None
@@ -125,6 +128,7 @@ def model_from_config(config: Mapping[str, Any], *, name: str, file: str = _CONF
         layers=tuple(layers),
         shared=tuple(shared),
         num_layers=num_layers,
+        encoder_layers=fields.integer_or("encoder_layers", 0),
         own_drafts=_own_drafts(fields, family, layers, num_layers),
         dtype=_run_dtype(fields),
         weights_kv_dtype=_weights_kv_dtype(config, text),

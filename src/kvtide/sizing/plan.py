@@ -146,6 +146,9 @@ def _engine_tokens(rule: Rule, stage: int, budget_bytes: int, blocks: int) -> in
 
 
 def _check(model: Model, request: Request) -> None:
+    absent = RULES[request.engine].absent
+    if model.model_type in absent:
+        raise ConfigError(f"{model.file}: {model.model_type}: {absent[model.model_type]}")
     if request.pp > model.num_layers:
         raise ConfigError(
             f"{model.name} has {model.num_layers} layers: they cannot be split over "

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import ClassVar
 
 from kvtide.sizing.layers import Attention, Kind, Layer, State
 from kvtide.sizing.model import Model
@@ -29,6 +30,10 @@ _DSA_PAGE = 64
 class SglangRule:
     """One model under one request; the same questions as `VllmRule` answers."""
 
+    absent: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("jamba", "minimax_text_01", "minimax"), "SGLang 0.5.20 has no implementation of it"
+    )
+
     model: Model
     request: Request
     kv_dtype: str
@@ -43,7 +48,7 @@ class SglangRule:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Layers with memory: SGLang gives layers that share KV buffers all the same."""
+        """Layers with memory: those that share KV and those of an encoder have buffers too."""
         by_name = {layer.name: layer for layer in self.model.layers}
         shared: list[Layer] = []
         for layer in self.model.shared:
@@ -60,8 +65,12 @@ class SglangRule:
                     window=of.window,
                 )
             )
+        encoder: list[Layer] = [
+            replace(self.model.layers[0], name=f".encoder.layers.{i}.self_attn", index=0)
+            for i in range(self.model.encoder_layers)
+        ]
         drafts = draft_layers(self.model, self.request)
-        return tuple(map(self._in_sglang, (*self.model.layers, *shared, *drafts)))
+        return tuple(map(self._in_sglang, (*encoder, *self.model.layers, *shared, *drafts)))
 
     def _in_sglang(self, layer: Layer) -> Layer:
         """SGLang's dtypes of states: bfloat16 convolutions, float32 matrices unless told."""
@@ -101,7 +110,8 @@ class SglangRule:
         return self.request.max_num_seqs or fallback
 
     def _state_share(self, budget_bytes: int) -> int:
-        return int(budget_bytes * (_STATE_RATIO / (1 + _STATE_RATIO)))
+        share = _STATE_RATIO / (1 + _STATE_RATIO)
+        return budget_bytes * share.numerator // share.denominator
 
     def _state_rows(self, stage: int, slots: int | None) -> list[Row]:
         """States for `slots` slots, or, where it is None, for as many as the blocks say."""
@@ -148,7 +158,7 @@ class SglangRule:
             return n * page
 
         def windowed(n: int) -> int:
-            return int(n * page * _WINDOW_RATIO) // page * page
+            return n * page * _WINDOW_RATIO.numerator // _WINDOW_RATIO.denominator // page * page
 
         all_windowed = all(self._in_window_pool(layer) for layer in self._token_layers(stage))
         for layer in self._token_layers(stage):

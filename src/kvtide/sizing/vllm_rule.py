@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 from kvtide.sizing.groups import Group, PageSpec, group_layers
 from kvtide.sizing.layers import Attention, Kind, Layer, State
@@ -19,6 +20,7 @@ _LARGE_DEVICE_BYTES = 70 << 30
 _LARGE = (8192, 1024)
 _SMALL = (2048, 256)
 _MLA_HYBRID_MULTIPLE = 128
+_REMOVED = dict.fromkeys(("minimax_text_01", "minimax"), "vLLM 0.23 and later do not run this")
 
 
 def _blocks(tokens: int, block_size: int) -> int:
@@ -31,6 +33,8 @@ class VllmRule:
 
     The attributes and methods are those that `plan` asks of any engine's rule.
     """
+
+    absent: ClassVar[dict[str, str]] = {}
 
     model: Model
     request: Request
@@ -144,6 +148,13 @@ class VllmRule:
 
         Where groups take turns, the layers at the same place of each group share a slab.
         """
+        return self._rows_of_stages[stage]
+
+    @cached_property
+    def _rows_of_stages(self) -> list[list[Row]]:
+        return [self._rows(stage) for stage in range(self.request.pp)]
+
+    def _rows(self, stage: int) -> list[Row]:
         kinds = {layer.name: layer.kind.value for layer in self.layers}
         drafts = {layer.name for layer in self.layers if layer.draft}
         slabs: list[list[tuple[str, PageSpec]]] = []
@@ -225,6 +236,8 @@ class VllmRule:
     def notes(self) -> list[str]:
         """What a reader should know of how the figures came about."""
         notes = []
+        if self.model.model_type in _REMOVED:
+            notes.append(f"{_REMOVED[self.model.model_type]}: the figures are by its rule of then")
         asked = self.request.block_size
         if asked is not None and self.block_size != asked:
             notes.append(

@@ -15,7 +15,7 @@ from kvtide.sizing.plan import Plan, make_plan
 from kvtide.sizing.request import Request
 from kvtide.units import GIB, MIB
 
-PROPERTY = settings(max_examples=120, deadline=None, print_blob=True)
+PROPERTY = settings(max_examples=60, deadline=None, print_blob=True)
 DTYPES = st.sampled_from(["bfloat16", "float16", "float32"])
 
 
@@ -68,6 +68,7 @@ def models(draw: st.DrawFn) -> Model:
         layers=layers,
         shared=(),
         num_layers=len(layers),
+        encoder_layers=0,
         own_drafts=drafts if draw(st.booleans()) else (),
         dtype="bfloat16",
         weights_kv_dtype=None,
