@@ -44,7 +44,7 @@ _ARGUMENTS = (
 )
 _REQUESTS, _PROMPT_TOKENS, _NEW_TOKENS = 24, 448, 96  # 204 MiB of KV when all run at once
 _REPEATED = _REQUESTS // 2  # of the last load: prompts that came before
-_IDLE_SECONDS = 1.5
+_IDLE_SECONDS = 2.5
 _SETTLE_SECONDS = 15.0
 _KERNEL_EVERY = 5
 _IDLE_ALLOWED_BYTES = len(NAMES) * _KV_TENSORS * 4 * MIB

@@ -11,6 +11,7 @@ from kvtide.verify.sampling import Sample
 
 __all__ = ["can_draw", "draw_memory"]
 
+_LEAD_SECONDS = 2.0  # before the first phase
 _COLOURS = ("#2a78b5", "#e08a2b", "#5b9f5b", "#a05ca0")
 
 
@@ -37,18 +38,23 @@ def draw_memory(
     mpl.use("agg")  # no display
     import matplotlib.pyplot as plt
 
-    seconds = [s.seconds for s in samples]
-    charges = [[s.charged_bytes.get(name, 0) / MIB for s in samples] for name in names]
-    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
-    axes.stackplot(seconds, *charges, labels=names, colors=_COLOURS[: len(names)], alpha=0.85)
-    budget = [s.budget_bytes / MIB for s in samples]
-    axes.plot(seconds, budget, color="black", linewidth=1.5, label="budget")
-    top = max(budget, default=0.0)
-    for begin, title in phases:
-        axes.axvline(begin, color="grey", linewidth=0.6, linestyle=":")
-        axes.text(begin, top * 1.03, f" {title}", fontsize=8, rotation=20, va="bottom")
-    axes.set(xlabel="seconds", ylabel="MiB", ylim=(0, top * 1.25 or 1), title=None)
+    shown = [s for s in samples if s.seconds >= phases[0][0] - _LEAD_SECONDS] if phases else samples
+    seconds = [s.seconds for s in shown]
+    charges = [[s.charged_bytes.get(name, 0) / MIB for s in shown] for name in names]
+    budget = [s.budget_bytes / MIB for s in shown]
+    top = max(budget, default=0.0) or 1.0
+    figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
+    colours = _COLOURS[: len(names)]
+    axes.stackplot(seconds, *charges, labels=names, colors=colours, step="post", linewidth=0)
+    axes.step(seconds, budget, where="post", color="black", linewidth=1.5, label="budget")
+    for number, (begin, _) in enumerate(phases, 1):
+        axes.axvline(begin, color="grey", linewidth=0.8, linestyle=":")
+        axes.text(begin, top * 1.04, f" {number}", color="dimgrey", weight="bold")
+    titles = "    ".join(f"{number}  {title}" for number, (_, title) in enumerate(phases, 1))
+    axes.set_xlabel(f"seconds\n{titles}", fontsize=9)
+    axes.set_ylabel("MiB charged")
+    axes.set_ylim(0, top * 1.15)
     axes.margins(x=0)
-    axes.legend(loc="upper left", fontsize=8)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
