@@ -36,6 +36,16 @@ CASES: dict[str, dict] = {
     "llama-3.1-70b tp16 replicates": {"tp": 16},
     "llama-3.1-70b pp3": {"pp": 3},
     "llama-3.1-8b fp8": {"kv_dtype": "fp8"},
+    "llama-3.1-8b eagle3": {
+        "draft": str(CONFIGS / "drafts" / "llama-3.1-8b-eagle3.json"),
+        "method": "eagle3",
+        "speculative_tokens": 3,
+    },
+    "qwen3-8b dflash": {
+        "draft": str(CONFIGS / "drafts" / "qwen3-8b-dflash.json"),
+        "method": "dflash",
+        "speculative_tokens": 15,
+    },
     "llama-4-scout": {"text_architecture": "Llama4ForCausalLM", "max_model_len": 20000},
     "mistral-7b-v0.1": {"max_model_len": 32768},
     "mixtral-8x7b": {},
@@ -107,6 +117,7 @@ def request_for(case: dict, found: dict | None = None) -> Request:
         max_model_len=case["max_model_len"],
         max_num_seqs=case["max_num_seqs"],
         speculative_tokens=case.get("speculative_tokens", 0),
+        draft=read_model(case["draft"]) if "draft" in case else None,
         max_num_batched_tokens=found["max_num_batched_tokens"] if found else 2048,
         platform="cpu",
     )
@@ -178,6 +189,10 @@ def test_groups_pages_blocks_and_tokens_are_vllms(name, vllm):
     stages = plan.ranks[:: case["tp"]]
     allocated = [rank.allocated_bytes for rank in stages]
     assert allocated == [rank["allocated_bytes"] for rank in found["ranks"]]
+    for rank, theirs in zip(stages, found["ranks"], strict=True):
+        listed = [sorted(bare(a.layers)) for a in rank.allocations if a.kind != "padding"]
+        slabs = [sorted(bare(slab)) for slab in theirs["slabs"]]
+        assert sorted(listed) == sorted(slabs)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -70,10 +70,12 @@ def engine_config(case: dict, folder: Path):
     (folder / "config.json").write_text(json.dumps(raw))
     options = {}
     if case.get("speculative_tokens"):
-        options["speculative_config"] = {
-            "method": "mtp",
-            "num_speculative_tokens": case["speculative_tokens"],
-        }
+        speculation = {"method": "mtp", "num_speculative_tokens": case["speculative_tokens"]}
+        if "draft" in case:
+            (folder / "draft").mkdir()
+            (folder / "draft" / "config.json").write_text(Path(case["draft"]).read_text())
+            speculation |= {"method": case["method"], "model": str(folder / "draft")}
+        options["speculative_config"] = speculation
     return EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -163,6 +165,7 @@ def figures(case: dict) -> dict:
         "longest_max_model_len": min(longest),
         "ranks": [
             {
+                "slabs": slabs(rank),
                 "allocated_bytes": rank.kv_cache_tensors[0].size,
                 "groups": [
                     {
@@ -176,6 +179,15 @@ def figures(case: dict) -> dict:
             for rank in found
         ],
     }
+
+
+def slabs(rank) -> list[list[str]]:
+    """The layers that lie at each place of the allocation, by their offset in it."""
+    found: dict[int, list[str]] = {}
+    for tensor in rank.kv_cache_tensors:
+        for place, layer in enumerate(tensor.layers):
+            found.setdefault(tensor.offset + place * tensor.layer_stride, []).append(layer)
+    return [sorted(found[offset]) for offset in sorted(found)]
 
 
 def main() -> None:

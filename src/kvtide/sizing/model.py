@@ -18,6 +18,8 @@ __all__ = ["Model", "model_from_config", "read_model"]
 _CONFIG = "config.json"
 _QUANTISED = "hf_quant_config.json"
 _FP8_WORDS = ("fp8", "float8", "fp8_e4m3")
+# Some draft models wrap the configuration of what they are made of.
+_EAGLE = "eagle"
 # The text part of a multimodal configuration, by the names that published files use.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
@@ -93,6 +95,8 @@ def read_model(path: str | os.PathLike[str]) -> Model:
 
 def model_from_config(config: Mapping[str, Any], *, name: str, file: str = _CONFIG) -> Model:
     """The same from a configuration in memory; `file` is what errors call it."""
+    if config.get("model_type") == _EAGLE and isinstance(config.get("model"), dict):
+        config = {"torch_dtype": config.get("torch_dtype"), **config["model"]}
     part = next((p for p in _TEXT_PARTS if isinstance(config.get(p), dict)), None)
     text: dict[str, Any] = dict(config[part]) if part else dict(config)
     model_type = text.get("model_type") or config.get("model_type")

@@ -273,7 +273,10 @@ def draft_layers(model: Model, request: Request) -> Sequence[Layer]:
         return ()
     if request.draft is None:
         return model.own_drafts
-    return [
-        replace(layer, name=f"draft.{layer.name}", index=model.num_layers + layer.index, draft=True)
-        for layer in request.draft.layers
-    ]
+    drafts = []
+    for layer in request.draft.layers:
+        # Engines count a draft model's layers on from the target's.
+        index = model.num_layers + layer.index
+        name = layer.name.replace(f".{layer.index}.", f".{index}.", 1)
+        drafts.append(replace(layer, name=name, index=index, draft=True))
+    return drafts

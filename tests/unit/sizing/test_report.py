@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -98,7 +97,7 @@ def test_a_refusal_is_an_error_and_in_json_an_object_with_status_1(app):
     assert "100000" in refusal["error"]
 
 
-def test_planning_imports_neither_torch_nor_transformers_and_is_quick():
+def test_planning_imports_neither_torch_nor_transformers():
     code = (
         "import sys\n"
         "from kvtide.sizing.model import read_model\n"
@@ -108,12 +107,10 @@ def test_planning_imports_neither_torch_nor_transformers_and_is_quick():
         f"plan_json(make_plan(read_model({LLAMA!r}), Request(), {40 * GIB}))\n"
         "print([m for m in ('torch', 'transformers', 'numpy', 'vllm') if m in sys.modules])\n"
     )
-    began = time.process_time()
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
-    assert time.process_time() - began < 5
 
 
 def kv(layers: int, each_bytes: int) -> list[Allocation]:
