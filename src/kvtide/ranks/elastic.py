@@ -159,7 +159,8 @@ class ElasticMemory(Generic[B]):
     def grow_for(self, blocks: int, desired: int) -> bool:
         """Have `desired` more blocks come, or at least the `blocks` without which nothing goes on.
 
-        If even these are refused, a wish for the desired ones is registered.
+        If even these are refused, a wish for the desired ones is registered; not so where no more
+        can ever come.
 
         Returns
         -------
@@ -168,6 +169,10 @@ class ElasticMemory(Generic[B]):
         """
         if self._growing:
             return True
+        if self.pool.plan_growth(1) is None:
+            # Every block there may ever be is backed: the engine has to make do with them.
+            self.end_wish()
+            return False
         refusal = self._grow(desired) if desired > blocks else None
         if desired <= blocks or refusal is not None:
             refusal = self._grow(blocks)
