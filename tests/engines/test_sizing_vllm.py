@@ -47,6 +47,18 @@ CASES: dict[str, dict] = {
         "speculative_tokens": 15,
     },
     "llama-4-scout": {"text_architecture": "Llama4ForCausalLM", "max_model_len": 20000},
+    "llama-4-scout eagle3": {
+        "text_architecture": "Llama4ForCausalLM",
+        "max_model_len": 20000,
+        "draft": str(CONFIGS / "drafts" / "llama-3.1-8b-eagle3.json"),
+        "method": "eagle3",
+        "speculative_tokens": 3,
+    },
+    "gpt-oss-20b eagle3": {
+        "draft": str(CONFIGS / "drafts" / "llama-3.1-8b-eagle3.json"),
+        "method": "eagle3",
+        "speculative_tokens": 3,
+    },
     "mistral-7b-v0.1": {"max_model_len": 32768},
     "mixtral-8x7b": {},
     "qwen2-7b": {},

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from kvtide.errors import UsageError
-from kvtide.sizing.capacity import fraction_of
+from kvtide.sizing.capacity import vllm_capacity
 from kvtide.sizing.errors import DoesNotFitError
 from kvtide.sizing.model import read_model
 from kvtide.sizing.plan import make_plan
@@ -43,14 +43,20 @@ def _budget(
         return parse_size(kv_memory), None
     assert device_memory is not None
     total = parse_size(device_memory)
-    share = fraction_of(total, _UTILIZATION[engine] if utilization is None else utilization)
-    costs = parse_size(weights or "0") + parse_size(non_kv or "0")
-    if costs >= share:
+    fraction = _UTILIZATION.get(engine, 1.0) if utilization is None else utilization
+    # SGLang's own capacity takes nothing off; what is named here is taken off all the same.
+    budget = vllm_capacity(
+        total,
+        fraction,
+        weights_bytes=parse_size(weights or "0"),
+        torch_peak_bytes=parse_size(non_kv or "0"),
+    )
+    if not budget:
         raise UsageError(
-            f"weights and non-KV memory ({format_size(costs)}) leave nothing of the "
-            f"{format_size(share)} that the engine may take of {format_size(total)}"
+            f"weights and non-KV memory leave nothing of the {fraction} of {format_size(total)} "
+            "that the engine may take"
         )
-    return share - costs, total
+    return budget, total
 
 
 def plan(

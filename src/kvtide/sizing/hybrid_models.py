@@ -204,10 +204,16 @@ def falcon_h1(fields: Fields, family: Family) -> Built:
     return layers, []
 
 
+_NEMOTRON_WORDS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+
+
 def nemotron_h(fields: Fields, family: Family) -> Built:
     """Mamba 2 (M), attention (*) and layers that keep nothing, as the pattern says."""
     count = _count(fields, family)
     pattern = fields.get("hybrid_override_pattern")
+    listed = fields.list_of("layers_block_type", count)
+    if pattern is None and listed is not None:
+        pattern = "".join(_NEMOTRON_WORDS.get(word, "?") for word in listed)
     if not isinstance(pattern, str) or len(pattern) < count or set(pattern) - set("M*-E"):
         if pattern is None:
             raise fields.missing("hybrid_override_pattern", "which layer is of which kind")

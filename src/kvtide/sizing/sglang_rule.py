@@ -31,7 +31,8 @@ class SglangRule:
     """One model under one request; the same questions as `VllmRule` answers."""
 
     absent: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("jamba", "minimax_text_01", "minimax"), "SGLang 0.5.20 has no implementation of it"
+        ("jamba", "minimax_text_01", "minimax_m1", "minimax"),
+        "SGLang 0.5.20 has no implementation of it",
     )
 
     model: Model

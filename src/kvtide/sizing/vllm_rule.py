@@ -20,7 +20,9 @@ _LARGE_DEVICE_BYTES = 70 << 30
 _LARGE = (8192, 1024)
 _SMALL = (2048, 256)
 _MLA_HYBRID_MULTIPLE = 128
-_REMOVED = dict.fromkeys(("minimax_text_01", "minimax"), "vLLM 0.23 and later do not run this")
+_REMOVED = dict.fromkeys(
+    ("minimax_text_01", "minimax_m1", "minimax"), "vLLM 0.23 and later do not run this"
+)
 
 
 def _blocks(tokens: int, block_size: int) -> int:
@@ -116,16 +118,18 @@ class VllmRule:
             aligned = self._is_hybrid and self.request.prefix_caching
             block = self.block_size if aligned else self.max_model_len
             return PageSpec(layer.kind, block, state_bytes=state_bytes, padded_bytes=padded)
-        block = self.block_size
-        if layer.kind is Kind.SLIDING:
+        block, kind = self.block_size, layer.kind
+        if kind is Kind.CHUNKED and self.request.draft is not None:
+            kind = Kind.FULL  # vLLM keeps all tokens of chunked layers beside a draft model
+        if kind is Kind.SLIDING:
             multiple = PLATFORMS[self.request.platform].kernel_multiple
             block = max(multiple, block // multiple * multiple)
         return PageSpec(
-            layer.kind,
+            kind,
             block,
             token_bytes=layer.token_bytes(tp, self.kv_dtype),
             shape=(layer.heads(tp), layer.k_dim, layer.v_dim),
-            window=layer.window,
+            window=None if kind is Kind.FULL else layer.window,
         )
 
     @cached_property

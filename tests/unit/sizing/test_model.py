@@ -128,3 +128,21 @@ def test_windows_that_are_switched_off_are_not_windows():
     partly = {**on, "max_window_layers": 20}
     with pytest.raises(ConfigError, match="max_window_layers 20 of 28"):
         model_from_config(partly, name="x")
+
+
+def test_both_ways_to_write_nemotrons_pattern_are_the_same():
+    config = json.loads((CONFIGS / "nemotron-h-8b.json").read_text())
+    words = {"M": "mamba", "*": "attention", "-": "mlp"}
+    listed = [words[letter] for letter in config["hybrid_override_pattern"]]
+    other = {**config, "layers_block_type": listed}
+    del other["hybrid_override_pattern"]
+    assert model_from_config(other, name="x").layers == model_from_config(config, name="x").layers
+    other["layers_block_type"] = [*listed[:-1], "telepathy"]
+    with pytest.raises(ConfigError, match="hybrid_override_pattern"):
+        model_from_config(other, name="x")
+
+
+def test_a_wrapped_draft_model_is_read_through():
+    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    wrapped = {"model_type": "eagle", "model": {**config, "num_hidden_layers": 1}}
+    assert len(model_from_config(wrapped, name="x").layers) == 1

@@ -197,6 +197,17 @@ def test_a_draft_model_adds_its_layers_to_the_last_stage():
     assert plan.binding_rank == 1
 
 
+def test_chunked_layers_keep_all_tokens_beside_a_draft_model():
+    draft = read_model(CONFIGS / "drafts" / "llama-3.1-8b-eagle3.json")
+    request = Request(max_model_len=65536, max_num_batched_tokens=2048)
+    alone = make_plan(model("llama-4-scout"), request, 20 * GIB)
+    drafted = replace(request, speculative_tokens=3, draft=draft)
+    plan = make_plan(model("llama-4-scout"), drafted, 20 * GIB)
+    assert len(alone.binding.allocations) == 12
+    assert len(plan.binding.allocations) == 49
+    assert plan.smallest_budget_bytes > 2 * alone.smallest_budget_bytes
+
+
 def test_states_grow_with_speculative_tokens_on_vllm():
     found = model("qwen3-next-80b-a3b")
     notes = {
