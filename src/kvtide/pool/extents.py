@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.pool.geometry import Geometry, Indices
-from kvtide.pool.plans import Growth, Run, Shrink, cut, runs_of
+from kvtide.pool.geometry import Geometry, Indices, Strip
+from kvtide.pool.plans import Growth, Run, Shrink, Span, cut, merged, runs_of
 
 __all__ = ["Extents"]
 
@@ -40,56 +40,67 @@ class Extents:
 
     # Which blocks, which granules --------------------------------------------------------------
 
-    def blocks_under(self, runs: Iterable[Run]) -> Indices:
-        """The blocks that touch these runs, ascending."""
-        merged: set[tuple[int, int]] = set()
-        table = np.array([(r.first, r.first + r.granules) for r in runs], np.int64).reshape(-1, 2)
-        for strip in self.geometry.strips:
-            low, high = self.geometry.blocks_touching(table[:, 0], table[:, 1], strip)
-            merged.update(zip(low.tolist(), high.tolist(), strict=True))
-        spans = [np.arange(low, high) for low, high in merged if low < high]
-        if not spans:
-            return np.zeros(0, np.int64)
-        return spans[0] if len(spans) == 1 else np.unique(np.concatenate(spans))
+    def blocks_under(self, runs: Iterable[Run]) -> list[Span]:
+        """The blocks that touch these runs, as spans in order."""
+        return merged(
+            span for run in runs for span in self.geometry.block_spans(run.first, run.granules)
+        )
 
-    def backs(self, blocks: Indices, *, coming: bool) -> Mask:
-        """Whether all granules of each block are mapped; with `coming`, or being mapped."""
-        good = self._state == MAPPED
-        if coming:
-            good |= self._state == COMING
-        return self._count_in(good, blocks, whole=True)
-
-    def leaving_under(self, blocks: Indices) -> Mask:
-        """Whether each block touches a granule that is being given back."""
-        return self._count_in(self._state == LEAVING, blocks, whole=False)
-
-    def _count_in(self, marked: Mask, blocks: Indices, *, whole: bool) -> Mask:
-        """Whether each block touches only marked granules (`whole`), or any."""
-        sums = np.concatenate(([0], np.cumsum(marked)))
-        result = np.full(len(blocks), whole)
-        for strip in self.geometry.strips:
-            first, last = self.geometry.granules_of(blocks, strip)
-            inside = sums[last + 1] - sums[first]
-            if whole:
-                result &= inside == last + 1 - first
-            else:
-                result |= inside > 0
+    def backs(self, low: int, high: int, *, coming: bool) -> Mask:
+        """Of blocks [low, high): whether all their granules are mapped; or, `coming`, will be."""
+        result: Mask = np.ones(high - low, np.bool_)
+        for strip, base, state in self._states_under(low, high):
+            good = state == MAPPED
+            if coming:
+                good |= state == COMING
+            if good.all():
+                continue
+            if not good.any():
+                return np.zeros(high - low, np.bool_)
+            first, end, sums = self._tally(strip, base, good, low, high)
+            result &= sums[end] - sums[first] == end - first
         return result
+
+    def leaving_under(self, low: int, high: int) -> Mask:
+        """Of blocks [low, high): whether each touches a granule that is being given back."""
+        result: Mask = np.zeros(high - low, np.bool_)
+        for strip, base, state in self._states_under(low, high):
+            leaving = state == LEAVING
+            if leaving.any():
+                first, end, sums = self._tally(strip, base, leaving, low, high)
+                result |= sums[end] > sums[first]
+        return result
+
+    def _states_under(
+        self, low: int, high: int
+    ) -> Iterator[tuple[Strip, int, npt.NDArray[np.int8]]]:
+        """Of each strip: the number of the first granule under the blocks, and all their states."""
+        runs = self.geometry.granule_runs(low, high)
+        for strip, (first, end) in zip(self.geometry.strips, runs, strict=True):
+            yield strip, first, self._state[first:end]
+
+    def _tally(
+        self, strip: Strip, base: int, marked: Mask, low: int, high: int
+    ) -> tuple[Indices, Indices, Indices]:
+        """Of each block: its granules [first, end) from `base`; and sums of the marked ones."""
+        first, last = self.geometry.granules_of(np.arange(low, high), strip)
+        sums: Indices = np.concatenate(([0], np.cumsum(marked)))
+        return first - base, last + 1 - base, sums
 
     # Growth ------------------------------------------------------------------------------------
 
-    def plan_growth(self, targets: Indices) -> Growth:
+    def plan_growth(self, targets: Sequence[Span]) -> Growth:
         """The extents that would back these blocks: their granules that nothing backs yet."""
-        wanted = np.zeros(len(self._state), np.bool_)
-        edges = np.flatnonzero(np.diff(targets) != 1)
-        starts = targets[np.concatenate(([0], edges + 1))]
-        ends = targets[np.concatenate((edges, [len(targets) - 1]))] + 1
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            for first, last in self.geometry.granule_runs(start, end):
-                wanted[first:last] = True
-        wanted &= self._state == NONE
-        extents = tuple(piece for run in runs_of(wanted) for piece in cut(run, self._cap))
-        return Growth(extents, sum(run.granules for run in extents))
+        touched = merged(
+            run for low, high in targets for run in self.geometry.granule_runs(low, high)
+        )
+        extents: list[Run] = []
+        for first, last in touched:
+            bare = self._state[first:last] == NONE
+            runs = [Run(first, last - first)] if bare.all() else runs_of(bare, first)
+            for run in runs:
+                extents += cut(run, self._cap)
+        return Growth(tuple(extents), sum(run.granules for run in extents))
 
     def begin_growth(self, growth: Growth) -> None:
         """These extents are being mapped."""
@@ -121,8 +132,8 @@ class Extents:
                 runs.append(Run(position, extent.first + extent.granules - position))
         return runs
 
-    def touched_by_leaving(self, shrink: Shrink) -> Indices:
-        """The blocks that touch what a shrink takes away."""
+    def touched_by_leaving(self, shrink: Shrink) -> list[Span]:
+        """The blocks that touch what a shrink takes away, as spans in order."""
         return self.blocks_under(self.leaving_runs(shrink))
 
     def begin_shrink(self, shrink: Shrink) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
@@ -66,6 +66,17 @@ class FreeBlocks(Generic[B]):
             drawer.append(block)
             given += 1
         self.count += given
+
+    def give_span(self, blocks: Sequence[B], low: int, high: int) -> None:
+        """Put back blocks [low, high) of all `blocks`; the lowest is taken first."""
+        size = self._drawer_blocks
+        for number in range(low // size, -(-high // size)):
+            start, end = max(low, number * size), min(high, (number + 1) * size)
+            drawer = self._drawers[number]
+            if not drawer:
+                heappush(self._stocked, number)
+            drawer += blocks[start:end][::-1]
+        self.count += high - low
 
     def withdraw(self, gone: npt.NDArray[np.bool_]) -> None:
         """Drop every free block whose number is marked in `gone`, shape (blocks_total,)."""

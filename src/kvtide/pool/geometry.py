@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +49,18 @@ class Geometry:
     arena_bytes: int
     granularity_bytes: int
 
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
+        starts = tuple(strip.offset_bytes for strip in self.strips)
+        ends = tuple(
+            s.offset_bytes + (self.blocks_total - 1) * s.stride_bytes + s.length_bytes
+            for s in self.strips
+        )
+        object.__setattr__(self, "_starts", starts)
+        # Never falling, so that it can be searched: strips may overlap, or lie within each other.
+        object.__setattr__(self, "_ends", tuple(accumulate(ends, max)))
         assert self.blocks_total > 0
         assert self.strips
         assert self.arena_bytes % self.granularity_bytes == 0
@@ -86,6 +99,25 @@ class Geometry:
             end = (offset + (end_block - 1) * stride + length - 1) // size + 1
             runs.append((first, end))
         return runs
+
+    def block_spans(self, first_granule: int, granules: int) -> list[tuple[int, int]]:
+        """The blocks [low, high) that touch a run of granules, one span a strip it meets."""
+        start = first_granule * self.granularity_bytes
+        end = start + granules * self.granularity_bytes
+        total = self.blocks_total
+        spans = []
+        for offset, stride, length in self._strips_over(start, end):
+            low = max(0, (start - offset - length) // stride + 1)
+            high = min(total, -((offset - end) // stride))
+            if low < high:
+                spans.append((low, high))
+        return spans
+
+    def _strips_over(self, start: int, end: int) -> tuple[Strip, ...]:
+        """The strips that may have bytes in [start, end)."""
+        last = bisect_left(self._starts, end)
+        first = bisect_right(self._ends, start, 0, last)
+        return self.strips[first:last]
 
     def granules_of(self, blocks: Indices, strip: Strip) -> tuple[Indices, Indices]:
         """First and last granule that each of these blocks touches in one strip."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Growth", "Run", "Shrink", "Split", "cut", "runs_of"]
+__all__ = ["Growth", "Run", "Shrink", "Span", "Split", "cut", "merged", "runs_of", "spans_of"]
+
+
+Span = tuple[int, int]
+"""Blocks [low, high)."""
 
 
 class Run(NamedTuple):
@@ -66,7 +71,26 @@ def cut(run: Run, cap: int) -> list[Run]:
     return pieces
 
 
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Half-open spans in order, those that touch or overlap joined."""
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if joined and low <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def spans_of(mask: npt.NDArray[np.bool_], base: int) -> list[Span]:
+    """The spans of True in a mask, counted from `base`."""
+    if mask.all():
+        return [(base, base + len(mask))] if len(mask) else []
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])))) + base
+    bounds = edges.tolist()
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
 def runs_of(mask: npt.NDArray[np.bool_], base: int = 0) -> list[Run]:
     """The runs of True in a mask, as granules counted from `base`."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False]))))
-    return [Run(base + int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [Run(low, high - low) for low, high in spans_of(mask, base)]

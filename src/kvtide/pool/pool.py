@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvtide.pool.extents import Extents
 from kvtide.pool.geometry import Geometry
-from kvtide.pool.plans import Growth, Shrink
+from kvtide.pool.plans import Growth, Shrink, Span, merged, spans_of
 from kvtide.pool.reclaim import Selection, Standing
 
 __all__ = ["Pool"]
@@ -35,8 +35,8 @@ class Pool:
 
     Notes
     -----
-    Of each block: `usable`, it is in circulation; or `open`, mapping can make it usable; or
-    neither, because it is coming (its granules are being mapped) or leaving.
+    A block is usable, in circulation; or open, mapping can make it usable; or neither, while its
+    granules are being mapped or given back.
     """
 
     def __init__(self, geometries: list[Geometry], extent_cap_bytes: int) -> None:
@@ -44,8 +44,7 @@ class Pool:
         assert all(g.blocks_total == self.blocks_total for g in geometries)
         self.shapes = [Extents(g, extent_cap_bytes) for g in geometries]
         self._usable = np.zeros(self.blocks_total, np.bool_)
-        self._open = np.ones(self.blocks_total, np.bool_)
-        # No open block lies below this one.
+        # No block below this one is open, or is going to be unless it says so here.
         self._low = 0
         self.usable_count = 0
 
@@ -65,42 +64,51 @@ class Pool:
 
         Fewer when fewer are open; None when none is.
         """
-        targets = self._targets(blocks)
-        if not len(targets):
+        targets = self._lowest_open(blocks)
+        if not targets:
             return None
         return [shape.plan_growth(targets) for shape in self.shapes]
 
-    def _targets(self, blocks: int) -> npt.NDArray[np.int64]:
-        window = max(4 * blocks, 4096)
-        while True:
-            found = np.flatnonzero(self._open[self._low : self._low + window])[:blocks]
-            if len(found) >= blocks or self._low + window >= self.blocks_total:
-                if len(found):
-                    self._low += int(found[0])
-                    found = found - found[0]
-                else:
-                    self._low = self.blocks_total
-                return (found + self._low).astype(np.int64)
-            window *= 4
+    def _lowest_open(self, wanted: int) -> list[Span]:
+        targets: list[Span] = []
+        low, window = self._low, max(2 * wanted, 256)
+        while wanted and low < self.blocks_total:
+            high = min(low + window, self.blocks_total)
+            is_open = ~self._usable[low:high]
+            for shape in self.shapes:
+                is_open &= ~shape.backs(low, high, coming=True)
+                is_open &= ~shape.leaving_under(low, high)
+            for start, end in spans_of(is_open, low):
+                taken = min(wanted, end - start)
+                targets.append((start, start + taken))
+                wanted -= taken
+                if not wanted:
+                    break
+            low, window = high, 4 * window
+        if targets:
+            self._low = targets[0][0]
+        return targets
 
     def begin_growth(self, growths: list[Growth]) -> None:
         """Note that the ranks are mapping this: its blocks are no longer open."""
         for shape, growth in zip(self.shapes, growths, strict=True):
             shape.begin_growth(growth)
-        self._close(growths)
 
-    def confirm_growth(self, growths: list[Growth]) -> list[int]:
-        """All ranks have mapped it; the blocks that became usable, ascending."""
+    def confirm_growth(self, growths: list[Growth]) -> list[Span]:
+        """All ranks have mapped it; the spans of blocks that became usable."""
         for shape, growth in zip(self.shapes, growths, strict=True):
             shape.confirm_growth(growth)
-        touched = self._touched(growths)
-        backed = self._all_back(touched, coming=False)
-        fresh = touched[backed & ~self._usable[touched]]
-        self._usable[fresh] = True
-        self._open[fresh] = False
-        self.usable_count += len(fresh)
-        blocks: list[int] = fresh.tolist()
-        return blocks
+        fresh: list[Span] = []
+        for low, high in self._touched(growths):
+            backed = ~self._usable[low:high]
+            for shape in self.shapes:
+                backed &= shape.backs(low, high, coming=False)
+            spans = spans_of(backed, low)
+            for start, end in spans:
+                self._usable[start:end] = True
+                self.usable_count += end - start
+            fresh += spans
+        return fresh
 
     def abort_growth(self, growths: list[Growth]) -> None:
         """No rank holds any of it (any more)."""
@@ -160,15 +168,11 @@ class Pool:
             shape.begin_shrink(shrink)
         self._usable &= ~withdrawn
         self.usable_count -= int(np.count_nonzero(withdrawn))
-        # A block that is open and touches what leaves must wait until it is gone.
-        for shape, shrink in zip(self.shapes, shrinks, strict=True):
-            self._open[shape.touched_by_leaving(shrink)] = False
 
     def confirm_shrink(self, shrinks: list[Shrink]) -> None:
         """All ranks have given it back; its blocks may be mapped again."""
         for shape, shrink in zip(self.shapes, shrinks, strict=True):
             shape.confirm_shrink(shrink)
-        for shape, shrink in zip(self.shapes, shrinks, strict=True):
             self._reopen(shape.touched_by_leaving(shrink))
 
     def usable_mask(self) -> Mask:
@@ -176,30 +180,13 @@ class Pool:
         usable: Mask = self._usable.copy()
         return usable
 
-    # -------------------------------------------------------------------------------------------
-
-    def _touched(self, growths: list[Growth]) -> npt.NDArray[np.int64]:
-        parts = [
-            shape.blocks_under(growth.extents)
+    def _touched(self, growths: list[Growth]) -> list[Span]:
+        return merged(
+            span
             for shape, growth in zip(self.shapes, growths, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
+            for span in shape.blocks_under(growth.extents)
+        )
 
-    def _all_back(self, blocks: npt.NDArray[np.int64], *, coming: bool) -> Mask:
-        backed: Mask = np.ones(len(blocks), np.bool_)
-        for shape in self.shapes:
-            backed &= shape.backs(blocks, coming=coming)
-        return backed
-
-    def _close(self, growths: list[Growth]) -> None:
-        touched = self._touched(growths)
-        self._open[touched[self._all_back(touched, coming=True)]] = False
-
-    def _reopen(self, blocks: npt.NDArray[np.int64]) -> None:
-        """Open those of these blocks that are neither usable, coming nor touched by what leaves."""
-        idle = blocks[~self._usable[blocks] & ~self._all_back(blocks, coming=True)]
-        for shape in self.shapes:
-            idle = idle[~shape.leaving_under(idle)]
-        self._open[idle] = True
-        if len(idle):
-            self._low = min(self._low, int(idle[0]))
+    def _reopen(self, spans: list[Span]) -> None:
+        if spans:
+            self._low = min(self._low, spans[0][0])

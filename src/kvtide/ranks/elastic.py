@@ -36,6 +36,7 @@ class Circulation(Protocol[B]):
     """The engine's own bookkeeping of its blocks, as far as memory coming and going needs it."""
 
     free: FreeBlocks[B]
+    blocks: Sequence[B]
 
     @property
     def cached_count(self) -> int:
@@ -43,9 +44,6 @@ class Circulation(Protocol[B]):
 
     def cached_ids(self) -> Sequence[int]:
         """Their numbers, first to be evicted first."""
-
-    def block(self, number: int) -> B:
-        """A block by its number."""
 
     def drop_cached(self, gone: Mask) -> None:
         """Evict the cached blocks that are marked; they are out of circulation."""
@@ -119,10 +117,9 @@ class ElasticMemory(Generic[B]):
         """Take over what the ranks have mapped already, for block 0: the null block."""
         growths = [Growth(tuple(runs), sum(r.granules for r in runs)) for runs in runs_of_shape]
         self.pool.begin_growth(growths)
-        fresh = self.pool.confirm_growth(growths)
-        assert fresh[0] == 0
-        block = self.circulation.block
-        self.circulation.free.give([block(n) for n in reversed(fresh[1:])])
+        (first, *others) = self.pool.confirm_growth(growths)
+        assert first[0] == 0
+        self._circulate([(1, first[1]), *others])
 
     # Counting ----------------------------------------------------------------------------------
 
@@ -329,10 +326,7 @@ class ElasticMemory(Generic[B]):
 
     def _end_growth(self, growing: _Growing, outcome: Outcome) -> None:
         if outcome.done:
-            fresh = self.pool.confirm_growth(growing.growths)
-            block = self.circulation.block
-            # The lowest last: a drawer hands out first what came last.
-            self.circulation.free.give([block(n) for n in reversed(fresh)])
+            self._circulate(self.pool.confirm_growth(growing.growths))
             return
         mapped = {rank for rank, answer in outcome.answers.items() if answer.done}
         if mapped:
@@ -341,6 +335,11 @@ class ElasticMemory(Generic[B]):
         else:
             self.pool.abort_growth(growing.growths)
             self.ranks.refund(growing.bytes_of_shape)
+
+    def _circulate(self, spans: Sequence[tuple[int, int]]) -> None:
+        free, blocks = self.circulation.free, self.circulation.blocks
+        for low, high in spans:
+            free.give_span(blocks, low, high)
 
     def _end_shrink(self, shrinking: _Shrinking, outcome: Outcome) -> None:
         self.pool.confirm_shrink(shrinking.shrinks)

@@ -51,10 +51,6 @@ class ElasticBlockPool(BlockPool):
         """Their numbers, first to be evicted first."""
         return [block.block_id for block in self.free_block_queue.get_all_free_blocks()]
 
-    def block(self, number: int) -> KVCacheBlock:
-        """A block by its number."""
-        return self.blocks[number]
-
     def drop_cached(self, gone: npt.NDArray[np.bool_]) -> None:
         """Evict the cached blocks that are marked; they are out of circulation."""
         queue = self.free_block_queue

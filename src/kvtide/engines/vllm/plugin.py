@@ -83,8 +83,9 @@ def _registering_pid() -> int:
 def _wrap_engine_core() -> None:
     from vllm.v1.engine.core import EngineCore
 
-    from kvtide.engines.vllm import introduction
+    from kvtide.engines.vllm import fitting, introduction
 
+    fitting.wrap_sizing()
     original = EngineCore._initialize_kv_caches
 
     @functools.wraps(original)

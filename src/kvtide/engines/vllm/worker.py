@@ -13,6 +13,7 @@ from kvtide.engines.seats import find_seat
 from kvtide.engines.vllm.block_major import block_major
 from kvtide.engines.vllm.devices import open_worker_device
 from kvtide.engines.vllm.eras import CacheLayout, read_layout
+from kvtide.engines.vllm.fitting import check_longest
 from kvtide.errors import KvtideError, UnsupportedError
 from kvtide.memory.tensors import tensor_over
 from kvtide.ranks.endpoint import Endpoint
@@ -65,6 +66,7 @@ class ElasticWorker(_Base):
         layout = read_layout(kv_cache_config, device.info.granularity_bytes)
         geometry = layout.geometry
         seat = find_seat(settings, device.info)
+        check_longest(self.vllm_config, kv_cache_config, geometry, seat)
         account = seat.ledger.enroll(
             seat.instance,
             pool_name="kv",
