@@ -106,6 +106,8 @@ class ElasticMemory(Generic[B]):
             {m.device_uuid for m in ranks.members if m.shape == shape}
             for shape in range(len(pool.shapes))
         ]
+        # What the null block lies in never goes.
+        self._pinned_bytes = [0] * len(pool.shapes)
         self._state: State | None = None
         # A growth that nothing but other engines' memory could serve was refused.
         self.wishing = False
@@ -116,6 +118,7 @@ class ElasticMemory(Generic[B]):
     def adopt(self, runs_of_shape: Sequence[Sequence[Run]]) -> None:
         """Take over what the ranks have mapped already, for block 0: the null block."""
         growths = [Growth(tuple(runs), sum(r.granules for r in runs)) for runs in runs_of_shape]
+        self._pinned_bytes = [g.granules * self._granule for g in growths]
         self.pool.begin_growth(growths)
         (first, *others) = self.pool.confirm_growth(growths)
         assert first[0] == 0
@@ -373,6 +376,7 @@ class ElasticMemory(Generic[B]):
                     releasing_bytes=sum(
                         s.refund_of_shape[member.shape] for s in self._shrinking.values()
                     ),
+                    pinned_bytes=self._pinned_bytes[member.shape],
                 )
             )
 
