@@ -110,6 +110,18 @@ CASES: dict[str, dict] = {
     "mamba2-2.7b": {},
     "mamba-2.8b": {},
     "whisper-large-v3": {"max_model_len": 448},
+    # Block-outermost, where pages of several sizes lie side by side.
+    "gemma-4-31b packed": {"layout": "BLHNC"},
+    "gemma-4-e4b packed": {"layout": "BLHNC"},
+    "gemma-4-31b packed pp3": {"layout": "BLHNC", "pp": 3},
+    "gemma-3-27b packed": {"layout": "BLHNC", "text_architecture": "Gemma3ForCausalLM"},
+    "qwen3-next-80b-a3b packed": {"layout": "BLHNC"},
+    "gpt-oss-20b packed eagle3": {
+        "layout": "BLHNC",
+        "draft": str(CONFIGS / "drafts" / "llama-3.1-8b-eagle3.json"),
+        "method": "eagle3",
+        "speculative_tokens": 3,
+    },
 }
 
 
@@ -131,6 +143,7 @@ def request_for(case: dict, found: dict | None = None) -> Request:
         speculative_tokens=case.get("speculative_tokens", 0),
         draft=read_model(case["draft"]) if "draft" in case else None,
         max_num_batched_tokens=found["max_num_batched_tokens"] if found else 2048,
+        block_outermost="layout" in case,
         platform="cpu",
     )
 
@@ -177,19 +190,15 @@ def test_groups_pages_blocks_and_tokens_are_vllms(name, vllm):
         (
             sorted(bare(group.layers)),
             group.specs[0].block_size,
-            sum(s.page_bytes for s in group.specs)
-            if len(set(group.specs)) > 1
-            else group.specs[0].page_bytes,
+            sum(spec.page_bytes for spec in group.specs),
         )
         for group in rule.groups
     ]
     theirs = [
         (
-            sorted(n for rank in found["ranks"] for n in bare(rank["groups"][i]["layers"])),
+            sorted(name for rank in found["ranks"] for name in bare(rank["groups"][i]["layers"])),
             group["block_size"],
-            sum(rank["groups"][i]["page_bytes"] for rank in found["ranks"])
-            if "indexer" in name
-            else group["page_bytes"],
+            sum(rank["groups"][i]["bytes_per_block"] for rank in found["ranks"]),
         )
         for i, group in enumerate(found["ranks"][0]["groups"])
     ]
@@ -201,6 +210,8 @@ def test_groups_pages_blocks_and_tokens_are_vllms(name, vllm):
     stages = plan.ranks[:: case["tp"]]
     allocated = [rank.allocated_bytes for rank in stages]
     assert allocated == [rank["allocated_bytes"] for rank in found["ranks"]]
+    if "layout" in case:
+        return  # places of several sizes: the sum is compared above
     for rank, theirs in zip(stages, found["ranks"], strict=True):
         listed = [sorted(bare(a.layers)) for a in rank.allocations if a.kind != "padding"]
         slabs = [sorted(bare(slab)) for slab in theirs["slabs"]]

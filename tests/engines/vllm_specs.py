@@ -135,7 +135,7 @@ def figures(case: dict) -> dict:
     if case.get("indexer_bytes"):
         specs = [with_indexer(s, config, case["indexer_bytes"]) for s in specs]
     config.cache_config.kv_cache_layout = None
-    resolve_kv_cache_layout(config, [["LBHNC"]], specs[0].values())
+    resolve_kv_cache_layout(config, [[case.get("layout", "LBHNC")]], specs[0].values())
     budgets = [case["budget_bytes"]] * len(specs)
     found = kv_cache_utils.get_kv_cache_configs(config, specs, budgets)
     whole = kv_cache_utils.generate_scheduler_kv_cache_config(found)
@@ -171,7 +171,10 @@ def figures(case: dict) -> dict:
                     {
                         "layers": group.layer_names,
                         "block_size": group.kv_cache_spec.block_size,
-                        "page_bytes": group.kv_cache_spec.page_size_bytes,
+                        "bytes_per_block": sum(
+                            kv_cache_utils._get_per_layer_spec(group, name).page_size_bytes
+                            for name in group.layer_names
+                        ),
                     }
                     for group in rank.kv_cache_groups
                 ],

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtide.sizing.errors import ConfigError
 from kvtide.sizing.layers import Kind
 
-__all__ = ["Group", "PageSpec", "group_layers"]
+__all__ = ["Group", "PageSpec", "group_layers", "same_type"]
 
 _TOKEN_KINDS = (Kind.FULL, Kind.MLA, Kind.INDEXER)
 _STATES = (Kind.MAMBA1, Kind.MAMBA2, Kind.GATED_DELTA_NET, Kind.LINEAR, Kind.SHORT_CONV)
@@ -63,16 +63,8 @@ class Group:
     layers: tuple[str, ...]
     specs: tuple[PageSpec, ...]
 
-    def bytes_per_block(self, present: Callable[[str], bool]) -> int:
-        """Bytes of one block on a rank that holds the layers which are `present`."""
-        return sum(
-            spec.page_bytes
-            for name, spec in zip(self.layers, self.specs, strict=True)
-            if present(name)
-        )
 
-
-def _same_type(specs: Sequence[PageSpec]) -> bool:
+def same_type(specs: Sequence[PageSpec]) -> bool:
     """Whether all need the same token slots, so that one block table serves them."""
     first = specs[0]
     if any(spec.block_size != first.block_size for spec in specs):
@@ -115,7 +107,7 @@ def group_layers(named: Sequence[tuple[str, PageSpec]]) -> list[Group]:
     specs = [spec for _, spec in named]
     if not specs:
         return []
-    if _same_type(specs):
+    if same_type(specs):
         return [Group(tuple(names), tuple(specs))]
     buckets: dict[PageSpec, list[str]] = {}
     for name, spec in zip(names, _unify(specs), strict=True):

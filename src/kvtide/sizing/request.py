@@ -41,6 +41,7 @@ class Request:
     """The figures that decide a plan besides the model and the bytes.
 
     `max_num_batched_tokens`, `max_num_seqs`: None for the engine's default on the device.
+    `block_outermost`: vLLM's layout has all layers of a block side by side (BLNHC, BLHNC).
     `prefix_caching`: hybrids keep one more state a sequence under it.
     """
 
@@ -55,6 +56,7 @@ class Request:
     draft: Model | None = None
     max_num_batched_tokens: int | None = None
     prefix_caching: bool = True
+    block_outermost: bool = False
     platform: str = "cuda"
 
     def __post_init__(self) -> None:

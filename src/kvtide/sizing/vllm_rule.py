@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvtide.sizing.groups import Group, PageSpec, group_layers
 from kvtide.sizing.layers import Attention, Kind, Layer, State
 from kvtide.sizing.model import Model
+from kvtide.sizing.packing import pack_layers
 from kvtide.sizing.request import PLATFORMS, Request
 from kvtide.sizing.rows import Row, stages
 
@@ -27,6 +28,12 @@ _REMOVED = dict.fromkeys(
 
 def _blocks(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
+
+
+class _Page(NamedTuple):
+    name: str
+    spec: PageSpec
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,8 @@ class VllmRule:
     @cached_property
     def groups(self) -> list[Group]:
         """Cache groups of the whole model; every rank has them, with its own layers."""
-        return group_layers([(layer.name, self._page(layer)) for layer in self.layers])
+        group = pack_layers if self.request.block_outermost else group_layers
+        return group([(layer.name, self._page(layer)) for layer in self.layers])
 
     @cached_property
     def _stage_of(self) -> dict[str, int]:
@@ -159,24 +167,18 @@ class VllmRule:
         return [self._rows(stage) for stage in range(self.request.pp)]
 
     def _rows(self, stage: int) -> list[Row]:
+        laid = [self._laid_out(group, stage) for group in self.groups]
+        widest = max(laid, key=lambda held: sum(p.spec.page_bytes for p in held), default=[])
         kinds = {layer.name: layer.kind.value for layer in self.layers}
         drafts = {layer.name for layer in self.layers if layer.draft}
-        slabs: list[list[tuple[str, PageSpec]]] = []
-        for group in self.groups:
-            held = [
-                (name, spec)
-                for name, spec in zip(group.layers, group.specs, strict=True)
-                if self._stage_of[name] == stage
-            ]
-            for place, member in enumerate(held):
-                if place == len(slabs):
-                    slabs.append([])
-                slabs[place].append(member)
         rows, padding = [], 0
-        for slab in slabs:
-            names = tuple(name for name, _ in slab)
-            content = max(spec.content_bytes for _, spec in slab)
-            padding += max(spec.page_bytes for _, spec in slab) - content
+        for lane in widest:
+            page, start = lane.spec.page_bytes, lane.offset
+            members = [p for held in laid for p in held if start <= p.offset < start + page]
+            ends = (p.offset - start + p.spec.content_bytes for p in members)
+            content = min(page, max(ends))
+            padding += page - content
+            names = tuple(p.name for p in members)
             kind = " + ".join(dict.fromkeys(kinds[name] for name in names))
             if drafts.issuperset(names):
                 kind = f"draft {kind}"
@@ -184,6 +186,19 @@ class VllmRule:
         if padding:
             rows.append(Row("page padding", "padding", (), padding, lambda n: n))
         return rows
+
+    def _laid_out(self, group: Group, stage: int) -> list[_Page]:
+        """The pages of a group in a block of one stage: those of one spec side by side."""
+        by_spec: dict[PageSpec, list[str]] = {}
+        for name, spec in zip(group.layers, group.specs, strict=True):
+            if self._stage_of[name] == stage:
+                by_spec.setdefault(spec, []).append(name)
+        pages, offset = [], 0
+        for spec, names in by_spec.items():
+            for name in names:
+                pages.append(_Page(name, spec, offset))
+                offset += spec.page_bytes
+        return pages
 
     def sequence_blocks(self, group: Group) -> int:
         """Blocks of one sequence of `max_model_len` in one group."""

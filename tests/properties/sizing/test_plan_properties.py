@@ -91,6 +91,7 @@ def requests(draw: st.DrawFn, layers: int) -> Request:
         max_num_batched_tokens=draw(st.sampled_from([None, 512, 8192])),
         speculative_tokens=draw(st.integers(0, 4)),
         prefix_caching=draw(st.booleans()),
+        block_outermost=draw(st.booleans()),
         platform=draw(st.sampled_from(["cuda", "cpu"])),
     )
 

@@ -186,7 +186,7 @@ def test_own_draft_layers_are_listed_only_when_they_draft():
         plan = make_plan(found, Request(max_model_len=4096, speculative_tokens=k), 9 * GIB)
         kinds[k] = [a.kind for a in plan.binding.allocations]
     assert not any("draft" in kind for kind in kinds[0])
-    assert kinds[2][-2:] == ["draft mla", "draft mla_indexer"]
+    assert [kind for kind in kinds[2] if "draft" in kind] == ["draft mla", "draft mla_indexer"]
 
 
 def test_a_draft_model_adds_its_layers_to_the_last_stage():
