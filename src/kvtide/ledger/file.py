@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from kvtide.ledger.records import DeviceSpec
 __all__ = ["LedgerFile"]
 
 _OPENING_S: Final = 5.0
+_PATIENCE_S: Final = 1.0
 _open_files: weakref.WeakSet[LedgerFile] = weakref.WeakSet()
 
 
@@ -95,11 +95,8 @@ class LedgerFile:
         fd = open_description(path, create=spec is not None)
         lock = ChangeLock(fd)
         try:
-            deadline = time.monotonic() + _OPENING_S
-            while not lock.acquire():
-                if time.monotonic() > deadline:
-                    raise LedgerBusyError(_busy(path, _holder_in(fd)))
-                time.sleep(0.01)
+            if not lock.acquire(_OPENING_S):
+                raise LedgerBusyError(_busy(path, _holder_in(fd)))
             try:
                 if spec is not None:
                     settle(fd, path, spec)
@@ -114,7 +111,7 @@ class LedgerFile:
 
     # ---- changes ----
 
-    def begin(self) -> bool:
+    def begin(self, patience_s: float | None = None) -> bool:
         """Take the lock and open a change; False is a miss. Always pair with `end` in a finally.
 
         Raises
@@ -124,7 +121,7 @@ class LedgerFile:
         """
         if self.closed is not None:
             raise LedgerError(self.closed)
-        if not self._lock.acquire():
+        if not self._lock.acquire(patience_s):
             return False
         self._check_identity()
         words = self.words
@@ -146,15 +143,15 @@ class LedgerFile:
 
     @contextmanager
     def change(self) -> Iterator[memoryview]:
-        """`begin` and `end` around a change that must happen; gives the words.
+        """`begin` and `end` around a rare change that must happen; gives the words.
 
         Raises
         ------
         LedgerBusyError
-            It was a miss.
+            It stayed locked for a second.
         """
         try:
-            if not self.begin():
+            if not self.begin(_PATIENCE_S):
                 raise LedgerBusyError(self.busy())
             yield self.words
         finally:

@@ -14,7 +14,7 @@ __all__ = ["ChangeLock"]
 _TRY: Final = fcntl.LOCK_EX | fcntl.LOCK_NB
 PATIENCE_S: Final = 0.05
 _FIRST_NAP_S: Final = 20e-6
-_LONGEST_NAP_S: Final = 2e-3
+_LONGEST_NAP_S: Final = 200e-6
 _LONGEST_PAUSE_S: Final = 1.0
 
 
@@ -35,8 +35,8 @@ class ChangeLock:
         self._pause_s = PATIENCE_S
         self._patient_from = 0.0
 
-    def acquire(self) -> bool:
-        """Take the lock; False is a miss.
+    def acquire(self, patience_s: float | None = None) -> bool:
+        """Take the lock; False is a miss. With a patience of its own a try is always so long.
 
         Raises
         ------
@@ -57,7 +57,7 @@ class ChangeLock:
                 raise
             else:
                 return True
-        return self._insist()
+        return self._insist(patience_s)
 
     def mine(self) -> bool:
         """Whether this thread holds the lock."""
@@ -75,12 +75,14 @@ class ChangeLock:
         self._owner = 0
         self._thread.release()
 
-    def _insist(self) -> bool:
+    def _insist(self, patience_s: float | None) -> bool:
         now = time.monotonic()
-        if now < self._patient_from:
-            return False
-        deadline = now + PATIENCE_S
-        if not self._thread.acquire(timeout=PATIENCE_S):
+        if patience_s is None:
+            if now < self._patient_from:
+                return False
+            patience_s = PATIENCE_S
+        deadline = now + patience_s
+        if not self._thread.acquire(timeout=patience_s):
             return self._missed()
         self._owner = threading.get_ident()
         nap_s = _FIRST_NAP_S

@@ -29,7 +29,10 @@ __all__ = ["STATES", "Observer", "take_snapshot"]
 STATES: Final = tuple(State)
 _TRIES: Final = 100
 _FIGURE_TRIES: Final = 10
+_SHORT_NAPS: Final = 30
 _NAP_S: Final = 100e-6
+_LONG_NAP_S: Final = 1e-3
+_STANDS_AFTER: Final = 60  # tries, so as many milliseconds
 
 
 def _copy(raw: memoryview, words: memoryview) -> bytes:
@@ -40,20 +43,18 @@ def _copy(raw: memoryview, words: memoryview) -> bytes:
     LedgerBusyError
         It kept changing for a hundred tries.
     """
-    stood: bytes | None = None
+    stood, stood_for = -1, 0
     for attempt in range(_TRIES):
         before = words[w.H_SEQUENCE]
         copy = bytes(raw[: w.pool_at(words[w.H_POOLS_HIGH]) * w.WORD_BYTES])
-        if words[w.H_SEQUENCE] == before:
-            if not before & 1:
-                return copy
-            if attempt == 0:
-                stood = copy
-            elif attempt == _TRIES - 1 and copy == stood:
-                # Odd and still for a hundred tries: its writer has died or is stopped in the middle
-                # of a change. What it left is safe and stands: that is the picture.
-                return copy
-        time.sleep(_NAP_S)
+        if words[w.H_SEQUENCE] == before and not before & 1:
+            return copy
+        stood, stood_for = before, (stood_for + 1 if before == stood else 0)
+        time.sleep(_NAP_S if attempt < _SHORT_NAPS else _LONG_NAP_S)
+    if stood_for >= _STANDS_AFTER:
+        # Odd and still: its writer has died or was stopped in the middle of a change. What it has
+        # left so far is safe, and stands: that is the picture.
+        return copy
     raise LedgerBusyError(
         f"the ledger kept changing under a hundred tries to read it; process "
         f"{words[w.H_HOLDER_PID]} changed it last. Try again"
