@@ -41,6 +41,12 @@ class Running:
             else:
                 self.log.append(line.rstrip())
 
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def finish(self, timeout: float = 400) -> list[dict[str, Any]]:
         """All results; the end of the log with what went wrong."""
         try:

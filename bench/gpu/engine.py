@@ -244,6 +244,25 @@ class Engine:
             "charged_mib": sum(i.charged_bytes for i in snapshot.instances) >> 20,
         }
 
+    def count_changes(self) -> dict[str, Any]:
+        """Count the arena's changes from here on."""
+        arena = self.core.model_executor.driver_worker.worker.kvtide.memory.arena
+        self.counts = {"grow": 0, "shrink": 0, "split": 0}
+        for name in self.counts:
+            setattr(arena, name, self._counted(name, getattr(arena, name)))
+        return {}
+
+    def _counted(self, name: str, call: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            answer = call(*args)
+            self.counts[name] += answer is not False
+            return answer
+
+        return counted
+
+    def changes(self) -> dict[str, Any]:
+        return dict(self.counts)
+
     def preemptions(self) -> dict[str, Any]:
         total = sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions")
         return {"preemptions": total}

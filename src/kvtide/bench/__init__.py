@@ -1,0 +1,1 @@
+"""Measurements that anyone can repeat: each against its floor, in one run."""

@@ -1,0 +1,74 @@
+"""`kvtide bench`: what can be measured anywhere, each beside its floor."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["register"]
+
+_Backend = Annotated[str, typer.Option(help="host, or cuda[:N]")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to an application."""
+    bench = typer.Typer(no_args_is_help=True, help="Measure kvtide here, against the floor.")
+    bench.command("growth")(_growth)
+    bench.command("blocks")(_blocks)
+    app.add_typer(bench, name="bench")
+
+
+def _growth(backend: _Backend = "host", as_json: _Json = False) -> None:
+    """Growing and giving back a pool, against the device's raw verbs on the same extents."""
+    from kvtide.bench.growth import measure_excess, measure_growth, measure_single
+    from kvtide.device import open_device
+    from kvtide.units import GIB, MIB
+
+    on_host = backend == "host"
+    device = open_device(backend, host_total_bytes=4 * GIB, host_uuid="bench")
+    grow_bytes = 256 * MIB if on_host else GIB
+    count = 500 if on_host else 10_000
+    growth = [
+        measure_growth(
+            device, layers=layers, block_bytes=2 * MIB, grow_bytes=grow_bytes, repeats=20
+        )
+        for layers in (1, 32)
+    ]
+    excess = measure_excess(
+        device, block_bytes=2 * MIB, counts=[n for n in (1, 100, 1000, 10_000) if n <= count]
+    )
+    single = measure_single(device, block_bytes=2 * MIB, blocks=count)
+    _show({"growth": growth, "excess": excess, "single": single}, as_json)
+
+
+def _blocks(as_json: _Json = False) -> None:
+    """Allocating and freeing blocks, against vLLM's own pool (needs vLLM)."""
+    from kvtide.bench.blocks import measure_blocks
+    from kvtide.errors import UnsupportedError
+
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        raise UnsupportedError(
+            "vLLM is not installed beside kvtide here: its pool is what this compares with; run "
+            "this in vLLM's environment"
+        ) from None
+    _show({"blocks": [measure_blocks(caching=caching) for caching in (False, True)]}, as_json)
+
+
+def _show(figures: dict[str, Any], as_json: bool) -> None:
+    import msgspec
+
+    from kvtide.bench.machine import machine
+
+    figures = {"machine": machine(), **figures}
+    encoded = msgspec.json.format(msgspec.json.encode(figures), indent=2)
+    if as_json or not sys.stdout.isatty():
+        typer.echo(encoded.decode())
+        return
+    from rich import print as rich_print
+
+    rich_print(figures)
