@@ -237,10 +237,12 @@ class Account:
             if self._file.begin() and words[self._at] == self._generation:
                 self.pay_owed(words)
                 remove_pool(words, self._slot)
+        except LedgerError:
+            pass  # the file is not the one any more: nobody looks at this record
         finally:
             self._file.drop_lease(self._at)
             self._file.end()
-        self._ledger.retire_dead()
+        self._ledger.try_to_end_dead()
 
     def _own_words(self) -> memoryview:
         if self._file.closed is not None:

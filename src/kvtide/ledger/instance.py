@@ -101,7 +101,7 @@ class Instance:
             self._owner = False
             self._file.words[self._at + w.I_WISH] = 0
             self._file.drop_lease(self._at)
-            self._ledger.retire_dead()
+            self._ledger.try_to_end_dead()
 
     def _own_words(self) -> memoryview:
         if self._file.closed is not None:

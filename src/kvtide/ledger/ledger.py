@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kvtide.errors import LedgerError, StaleRevisionError, UsageError
@@ -243,6 +244,11 @@ class Ledger:
         return demands_now(words).get(instance.slot, 0)
 
     # ---- for the parts of this package ----
+
+    def try_to_end_dead(self) -> None:
+        """For closing, which must not fail because the file was removed or replaced."""
+        with suppress(LedgerError):
+            self.end_dead()
 
     def end_dead(self) -> int:
         """`retire_dead` without the sample."""

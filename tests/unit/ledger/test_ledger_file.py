@@ -145,6 +145,13 @@ def test_a_grant_notices_that_the_file_was_removed_replaced_or_cut(ledger, direc
         account.grant(1)
 
 
+def test_closing_succeeds_though_the_file_is_gone(ledger):
+    instance, account = enroll(ledger, "a")
+    ledger.path.unlink()
+    account.close()
+    instance.close()
+
+
 def test_a_link_in_the_file_s_place_is_refused(directory, tmp_path):
     Ledger.open(directory, spec()).close()
     (directory / "host.ledger").rename(tmp_path / "elsewhere")
