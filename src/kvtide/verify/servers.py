@@ -144,9 +144,10 @@ class Server:
         return found[0]
 
     def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
-        """The last lines of the log, with its path, for an error's message."""
-        text = self.log.read_text(errors="replace").splitlines()[-lines:]
-        return "\n".join([f"the end of {self.log}:", *text])
+        """What the log says of an error: kvtide's own lines, then the end, with its path."""
+        text = self.log.read_text(errors="replace").splitlines()
+        own = [line for line in text[:-lines] if line.startswith("kvtide: ")]
+        return "\n".join([*own, f"the end of {self.log}:", *text[-lines:]])
 
     def stop(self, timeout_seconds: float = 90.0) -> None:
         """Ask the server to end, and kill what is left of it after the timeout.
