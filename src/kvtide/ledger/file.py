@@ -121,10 +121,13 @@ class LedgerFile:
         """
         if self.closed is not None:
             raise LedgerError(self.closed)
+        words = self.words
+        before = words[w.H_SEQUENCE]
         if not self._lock.acquire(patience_s):
+            if words[w.H_SEQUENCE] != before:
+                self._lock.forgive()
             return False
         self._check_identity()
-        words = self.words
         sequence: int = words[w.H_SEQUENCE]
         words[w.H_HOLDER_PID] = self._pid
         if sequence & 1:  # a writer died in the middle

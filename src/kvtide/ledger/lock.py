@@ -59,6 +59,11 @@ class ChangeLock:
                 return True
         return self._insist(patience_s)
 
+    def forgive(self) -> None:
+        """After a miss while others got on: it was a crowd, no holder is stopped, so no pause."""
+        self._patient_from = 0.0
+        self._pause_s = PATIENCE_S
+
     def mine(self) -> bool:
         """Whether this thread holds the lock."""
         return self._owner == threading.get_ident()

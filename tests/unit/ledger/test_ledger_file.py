@@ -193,6 +193,24 @@ def test_a_stopped_holder_costs_one_wait_and_is_named(ledger, directory):
     assert account.charge_bytes == 1
 
 
+def test_a_miss_in_a_crowd_is_followed_by_a_patient_try(ledger, directory, monkeypatch):
+    _, account = enroll(ledger, "a")
+    other = Ledger.open(directory, spec())
+    assert other.file.begin()
+    naps = []
+
+    def nap(_seconds):
+        naps.append(1)
+        other.file.words[w.H_SEQUENCE] += 2  # as if others had the lock in turns
+
+    monkeypatch.setattr("kvtide.ledger.lock.time.sleep", nap)
+    for _ in range(2):
+        naps.clear()
+        assert account.grant(1).reason == "busy"
+        assert naps
+    other.close()
+
+
 def test_a_writer_who_died_in_the_middle_is_mended_by_the_next(ledger, directory):
     _, account = enroll(ledger, "a")
     account.grant(MIB)
