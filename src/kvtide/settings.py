@@ -12,7 +12,9 @@ from typing import Any
 from kvtide.errors import SettingsError, UsageError
 from kvtide.units import MIB, format_size, parse_size
 
-__all__ = ["Settings", "check_name"]
+__all__ = ["LAYOUTS", "Settings", "check_name"]
+
+LAYOUTS = ("auto", "block-major", "per-layer")
 
 _MAX_NAME_BYTES = 128
 _NAME = re.compile(r"[^\s/\x00-\x1f\x7f]+")
@@ -68,6 +70,12 @@ def _size_or_none(text: str) -> int | None:
     return None if text == "none" else parse_size(text)
 
 
+def _layout(text: str) -> str:
+    if text not in LAYOUTS:
+        raise UsageError(f"write one of {', '.join(LAYOUTS)}")
+    return text
+
+
 def _default_dir() -> Path:
     return Path(f"/dev/shm/kvtide-{os.getuid()}")
 
@@ -106,6 +114,11 @@ class Settings:
     )
     wait_deadline: float | None = _setting(
         _seconds, None, "seconds an engine waits for memory before it gives up; default: for ever"
+    )
+    layout: str = _setting(
+        _layout,
+        "auto",
+        "KV cache layout: block-major, per-layer, or auto for what the engine takes",
     )
 
     @classmethod

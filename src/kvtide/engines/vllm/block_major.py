@@ -12,13 +12,22 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheTensor
 
+from kvtide.errors import UnsupportedError
+
 __all__ = ["block_major"]
 
 _FIELDS = {field.name for field in fields(KVCacheTensor)}
 
 
-def block_major(config: Any, vllm_config: Any) -> tuple[Any, str]:
+def block_major(config: Any, vllm_config: Any, wanted: str) -> tuple[Any, str]:
     """A copy of a worker's configuration with its tensors packed, or itself; and why.
+
+    `wanted` is `auto`, `block-major` or `per-layer`.
+
+    Raises
+    ------
+    UnsupportedError
+        Block-major is wanted and cannot be had.
 
     Returns
     -------
@@ -27,12 +36,17 @@ def block_major(config: Any, vllm_config: Any) -> tuple[Any, str]:
     """
     if "layers" in _FIELDS:
         return config, "as vLLM lays it out"
-    if not {"offset", "block_stride"} <= _FIELDS:
-        return config, "this vLLM cannot pack its KV cache"
-    if any(tensor.block_stride for tensor in config.kv_cache_tensors):
-        return config, "packed by vLLM itself"
-    obstacle = _obstacle(config, vllm_config)
+    if {"offset", "block_stride"} <= _FIELDS:
+        if any(tensor.block_stride for tensor in config.kv_cache_tensors):
+            return config, "packed by vLLM itself"
+        obstacle = _obstacle(config, vllm_config)
+    else:
+        obstacle = "this vLLM cannot pack its KV cache"
+    if wanted == "per-layer":
+        return config, "as KVTIDE_LAYOUT says"
     if obstacle is not None:
+        if wanted == "block-major":
+            raise UnsupportedError(f"KVTIDE_LAYOUT=block-major cannot be had: {obstacle}")
         return config, obstacle
     packed = copy.copy(config)
     pages = [tensor.size // config.num_blocks for tensor in config.kv_cache_tensors]

@@ -44,7 +44,9 @@ class ElasticWorker(_Base):
             super().initialize_from_config(kv_cache_config)
             return
         try:
-            kv_cache_config, reason = block_major(kv_cache_config, self.vllm_config)
+            kv_cache_config, reason = block_major(
+                kv_cache_config, self.vllm_config, Settings.from_environ().layout
+            )
             memory, layout = self._open_memory(kv_cache_config)
             with _Answered(layout, memory, self.device) as answered:
                 super().initialize_from_config(kv_cache_config)
@@ -76,7 +78,9 @@ class ElasticWorker(_Base):
             sampler=device.free_bytes,
         )
         memory = RankMemory(device, geometry.arena_bytes, account)
-        self.kvtide = Endpoint(memory, seat, geometry, layout.kind, self.rank, settings.dir)
+        self.kvtide = Endpoint(
+            memory, seat, geometry, layout.kind, self.rank, settings.wait_deadline
+        )
         self.use_stream()
         self.kvtide.back_null_block()
         return memory, layout
@@ -85,12 +89,15 @@ class ElasticWorker(_Base):
         """Carry out what the step says of memory, then run it."""
         if self.kvtide is not None:
             self.use_stream()
-            if self.warming:
-                self.kvtide.back_named(_named_blocks(scheduler_output))
-            self.kvtide.step(
-                scheduler_output.__dict__.get("kvtide"),
-                runs=scheduler_output.total_num_scheduled_tokens > 0,
-            )
+            try:
+                if self.warming:
+                    self.kvtide.back_named(_named_blocks(scheduler_output))
+                self.kvtide.step(
+                    scheduler_output.__dict__.get("kvtide"),
+                    runs=scheduler_output.total_num_scheduled_tokens > 0,
+                )
+            except KvtideError as error:
+                family.end_server(error)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def use_stream(self) -> None:
