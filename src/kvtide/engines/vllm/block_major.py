@@ -1,7 +1,7 @@
 """Block-major KV caches for vLLM 0.24 to 0.28: all layers of a block side by side.
 
 vLLM's own packed path does the rest; the scheduler's configuration is left as it was. From 0.29 on
-the layout is vLLM's own choice (`VLLM_KV_CACHE_LAYOUT`), and nothing is to be done here.
+vLLM chooses among layouts that its workers prefer, and only that order is given here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheTensor
 
 from kvtide.errors import UnsupportedError
 
-__all__ = ["block_major"]
+__all__ = ["block_major", "prefer"]
 
 _FIELDS = {field.name for field in fields(KVCacheTensor)}
 
@@ -63,6 +63,29 @@ def block_major(config: Any, vllm_config: Any, wanted: str) -> tuple[Any, str]:
         )
         offset += page
     return packed, "every backend takes strided blocks"
+
+
+def prefer(layouts: list[str], wanted: str) -> list[str]:
+    """Order the layouts that a worker of vLLM 0.29 or later supports by what is wanted.
+
+    Their names begin with the outermost dimension: `B` for blocks, `L` for layers.
+
+    Raises
+    ------
+    UnsupportedError
+        Block-major is wanted and cannot be had.
+    """
+    by_block = [name for name in layouts if name.startswith("B")]
+    by_layer = [name for name in layouts if not name.startswith("B")]
+    if wanted == "per-layer":
+        return by_layer or layouts
+    if wanted == "block-major":
+        if not by_block:
+            raise UnsupportedError(
+                f"KVTIDE_LAYOUT=block-major cannot be had: the backends take {', '.join(layouts)}"
+            )
+        return by_block
+    return by_block + by_layer
 
 
 def _obstacle(config: Any, vllm_config: Any) -> str | None:

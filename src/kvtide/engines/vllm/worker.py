@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvtide.engines import family
 from kvtide.engines.seats import find_seat
-from kvtide.engines.vllm.block_major import block_major
+from kvtide.engines.vllm.block_major import block_major, prefer
 from kvtide.engines.vllm.devices import open_worker_device
 from kvtide.engines.vllm.eras import CacheLayout, read_layout
 from kvtide.engines.vllm.fitting import check_longest
@@ -61,6 +61,10 @@ class ElasticWorker(_Base):
             reason,
             format_size(memory.arena.mapped_bytes),
         )
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """From 0.29 on: block-outermost layouts first, unless `KVTIDE_LAYOUT` says otherwise."""
+        return prefer(super().get_supported_kv_cache_layouts(), Settings.from_environ().layout)
 
     def _open_memory(self, kv_cache_config: Any) -> tuple[RankMemory, CacheLayout]:
         settings = Settings.from_environ()
