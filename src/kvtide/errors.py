@@ -13,6 +13,7 @@ __all__ = [
     "LedgerError",
     "NameTakenError",
     "NeverFitsError",
+    "RankLostError",
     "SettingsError",
     "StaleRevisionError",
     "UnsupportedError",
@@ -58,6 +59,10 @@ class StaleRevisionError(LedgerError):
 
 class NeverFitsError(KvtideError):
     """No state of the ledger could meet this need; names who holds what and what would work."""
+
+
+class RankLostError(KvtideError):
+    """A worker of this engine has ended or does not answer: the engine cannot go on."""
 
 
 class UnsupportedError(KvtideError):

@@ -90,7 +90,7 @@ def open_rig(device: Device, blocks_total: int, strips: Sequence[Strip]) -> Iter
         )
         rank = RankMemory(device, geometry.arena_bytes, account)
         seat = Seat(ledger, instance)
-        endpoint = Endpoint(rank, seat, geometry, "bench", 0, directory)
+        endpoint = Endpoint(rank, seat, geometry, "bench", 0, None)
         stack.callback(endpoint.close)
         endpoint.back_null_block()
         circulation = SimpleCirculation(blocks_total)

@@ -119,8 +119,11 @@ class Account:
         finally:
             file.end()
 
-    def refund(self, size_bytes: int) -> None:
+    def refund(self, size_bytes: int, *, wake: bool = True) -> None:
         """Give back charge for memory that is really gone, and wake who waits for it.
+
+        Nobody is woken without `wake`: for what was granted a moment ago and never created, since
+        two who refuse each other a part of what both need would else wake each other for ever.
 
         When the ledger is busy the refund is kept, and made at this process's next change. It does
         nothing once the record is retired: its charge has gone with it.
@@ -144,7 +147,8 @@ class Account:
                 ledger.owing.add(self)
                 return
             self._lower(words, size_bytes)
-            waits = waiting(words, self._instance)
+            if wake:
+                waits = waiting(words, self._instance)
         finally:
             file.end()
         if waits:

@@ -87,7 +87,7 @@ P_EXTENTS: Final = 13
 P_IDLE: Final = 14
 P_RELEASING: Final = 15
 P_PINNED: Final = 16
-P_QUARANTINED: Final = 17  # kept for later; zero today
+P_QUARANTINED: Final = 17
 P_NAME: Final = 32
 
 

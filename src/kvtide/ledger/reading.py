@@ -121,7 +121,7 @@ def _figures(words: memoryview, at: int) -> PoolFigures:
     After some tries they are taken as they are: their owner may have stopped half way, and nothing
     is decided by them.
     """
-    first, last = at + w.P_BLOCKS_MAPPED, at + w.P_PINNED + 1
+    first, last = at + w.P_BLOCKS_MAPPED, at + w.P_QUARANTINED + 1
     for _ in range(_FIGURE_TRIES):
         before = words[at + w.P_FIGURES_SEQUENCE]
         figures = PoolFigures(*words[first:last].tolist())

@@ -69,6 +69,8 @@ class PoolFigures(NamedTuple):
         What it has begun to give back and not yet refunded.
     pinned_bytes
         What it can never give back while it lives.
+    quarantined_bytes
+        What its device did not take back: charged, and of no use to anybody.
     """
 
     blocks_mapped: int
@@ -78,6 +80,7 @@ class PoolFigures(NamedTuple):
     idle_bytes: int
     releasing_bytes: int = 0
     pinned_bytes: int = 0
+    quarantined_bytes: int = 0
 
 
 class Granted(NamedTuple):

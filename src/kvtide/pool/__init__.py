@@ -4,7 +4,7 @@ from kvtide.pool.extents import Extents
 from kvtide.pool.free import Block, FreeBlocks
 from kvtide.pool.geometry import Geometry, Strip
 from kvtide.pool.plans import Growth, Run, Shrink, Split
-from kvtide.pool.pool import Pool
+from kvtide.pool.pool import Pool, Reclaim, Splits
 from kvtide.pool.reclaim import Standing
 
 __all__ = [
@@ -14,9 +14,11 @@ __all__ = [
     "Geometry",
     "Growth",
     "Pool",
+    "Reclaim",
     "Run",
     "Shrink",
     "Split",
+    "Splits",
     "Standing",
     "Strip",
 ]

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.pool.geometry import Geometry, Indices, Strip
-from kvtide.pool.plans import Growth, Run, Shrink, Span, cut, merged, runs_of
+from kvtide.pool.plans import Growth, Run, Shrink, Span, Split, cut, merged, runs_of
 
 __all__ = ["Extents"]
 
 Mask = npt.NDArray[np.bool_]
 
-NONE, COMING, MAPPED, LEAVING = range(4)
+NONE, COMING, MAPPED, LEAVING, BLOCKED = range(5)
 
 
 class Extents:
@@ -61,15 +61,20 @@ class Extents:
             result &= sums[end] - sums[first] == end - first
         return result
 
-    def leaving_under(self, low: int, high: int) -> Mask:
-        """Of blocks [low, high): whether each touches a granule that is being given back."""
+    def barred_under(self, low: int, high: int) -> Mask:
+        """Of blocks [low, high): whether each touches a granule that leaves or is blocked."""
         result: Mask = np.zeros(high - low, np.bool_)
         for strip, base, state in self._states_under(low, high):
-            leaving = state == LEAVING
-            if leaving.any():
-                first, end, sums = self._tally(strip, base, leaving, low, high)
+            barred = state >= LEAVING
+            if barred.any():
+                first, end, sums = self._tally(strip, base, barred, low, high)
                 result |= sums[end] > sums[first]
         return result
+
+    def mapped_granules(self) -> Mask:
+        """Which granules are mapped and not leaving."""
+        mapped: Mask = self._state == MAPPED
+        return mapped
 
     def _states_under(
         self, low: int, high: int
@@ -119,38 +124,39 @@ class Extents:
 
     # Shrinking ---------------------------------------------------------------------------------
 
-    def leaving_runs(self, shrink: Shrink) -> list[Run]:
-        """The runs of granules that a shrink takes away."""
-        runs = list(shrink.extents)
-        for extent, keep in shrink.splits:
-            position = extent.first
-            for kept in keep:
-                if kept.first > position:
-                    runs.append(Run(position, kept.first - position))
-                position = kept.first + kept.granules
-            if position < extent.first + extent.granules:
-                runs.append(Run(position, extent.first + extent.granules - position))
-        return runs
-
-    def touched_by_leaving(self, shrink: Shrink) -> list[Span]:
-        """The blocks that touch what a shrink takes away, as spans in order."""
-        return self.blocks_under(self.leaving_runs(shrink))
-
     def begin_shrink(self, shrink: Shrink) -> None:
         """These extents are being given back; of the split ones the kept runs stay mapped."""
-        self._move(self.leaving_runs(shrink), MAPPED, LEAVING)
+        self._move(shrink.leaving(), MAPPED, LEAVING)
         for run in (*shrink.extents, *(split.extent for split in shrink.splits)):
             count = self.mapped.pop(run.first)
             assert count == run.granules
-        for split in shrink.splits:
-            self.mapped.update(split.keep)
 
     def confirm_shrink(self, shrink: Shrink) -> None:
-        """They are gone."""
-        runs = self.leaving_runs(shrink)
-        self._move(runs, LEAVING, NONE)
-        self._held_granules -= sum(run.granules for run in runs)
+        """They are gone, and what is left of the split ones are extents of their own."""
+        self._move(shrink.leaving(), LEAVING, NONE)
+        for split in shrink.splits:
+            self.mapped.update(split.keep)
+        self._held_granules -= shrink.granules
         assert self._held_granules >= 0
+
+    def keep_whole(self, split: Split) -> None:
+        """An extent was not split after all."""
+        self._move(split.leaving(), LEAVING, MAPPED)
+        self.mapped[split.extent.first] = split.extent.granules
+
+    def keep_apart(self, split: Split) -> None:
+        """Some ranks have split an extent and others could not: what is kept stays for good.
+
+        Nothing is mapped again where the others have it whole, and it is never given back.
+        """
+        self._move(split.leaving(), LEAVING, BLOCKED)
+        self._held_granules -= split.extent.granules - split.kept_granules
+
+    def block(self, runs: Iterable[Run]) -> None:
+        """Nothing can be mapped here any more: the device did not take back what was."""
+        for first, count in runs:
+            part = self._state[first : first + count]
+            part[part == NONE] = BLOCKED
 
     def _move(self, runs: Iterable[Run], old: int, new: int) -> None:
         for first, count in runs:

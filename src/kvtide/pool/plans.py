@@ -24,10 +24,30 @@ class Run(NamedTuple):
 
 
 class Split(NamedTuple):
-    """An extent of which only some runs stay mapped, at their addresses."""
+    """An extent of which only some runs stay mapped, at their addresses.
+
+    What is kept is held twice for a moment. Where no memory can be had for that, `staging` names
+    free granules of other extents, one for each that is kept: these carry the contents over while
+    the extent goes first.
+    """
 
     extent: Run
     keep: tuple[Run, ...]
+    staging: tuple[int, ...] = ()
+
+    @property
+    def kept_granules(self) -> int:
+        """Granules that stay."""
+        return sum(run.granules for run in self.keep)
+
+    def leaving(self) -> list[Run]:
+        """The runs of granules that go."""
+        runs, position = [], self.extent.first
+        for kept in (*self.keep, Run(self.extent.first + self.extent.granules, 0)):
+            if kept.first > position:
+                runs.append(Run(position, kept.first - position))
+            position = kept.first + kept.granules
+        return runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +68,20 @@ class Shrink:
         Whole extents that go.
     splits
         Extents of which only the granules under live blocks stay.
-    granules
-        Granules given back in the end.
-    transient_granules
-        Granules held twice while the splits are made.
     """
 
     extents: tuple[Run, ...]
-    splits: tuple[Split, ...]
-    granules: int
-    transient_granules: int
+    splits: tuple[Split, ...] = ()
+
+    @property
+    def granules(self) -> int:
+        """Granules given back in the end."""
+        whole = sum(run.granules for run in self.extents)
+        return whole + sum(s.extent.granules - s.kept_granules for s in self.splits)
+
+    def leaving(self) -> list[Run]:
+        """The runs of granules that go."""
+        return [*self.extents, *(run for split in self.splits for run in split.leaving())]
 
 
 def cut(run: Run, cap: int) -> list[Run]:

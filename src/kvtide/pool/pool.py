@@ -9,18 +9,52 @@ where geometries differ (pipeline parallel) a block is usable when all back it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.pool.extents import Extents
 from kvtide.pool.geometry import Geometry
-from kvtide.pool.plans import Growth, Shrink, Span, merged, spans_of
+from kvtide.pool.plans import Growth, Run, Shrink, Span, Split, merged, spans_of
 from kvtide.pool.reclaim import Selection, Standing
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "Reclaim", "Splits"]
 
 Mask = npt.NDArray[np.bool_]
+
+
+class Splits(NamedTuple):
+    """How extents may be split.
+
+    Attributes
+    ----------
+    transient_granules
+        Of each shape: how much may be held twice meanwhile, beyond what goes before.
+    staged
+        Whether a split for which even that is too little may be carried by free granules.
+    """
+
+    transient_granules: Sequence[int]
+    staged: bool
+
+
+class Reclaim(NamedTuple):
+    """What could be given back.
+
+    Attributes
+    ----------
+    shrinks
+        Of each shape.
+    withdrawn
+        The blocks that leave circulation, shape (blocks_total,).
+    lacking
+        Of each shape: granules of transient that were missing for one more split.
+    """
+
+    shrinks: list[Shrink]
+    withdrawn: Mask
+    lacking: list[int]
 
 
 class Pool:
@@ -74,10 +108,11 @@ class Pool:
         low, window = self._low, max(2 * wanted, 256)
         while wanted and low < self.blocks_total:
             high = min(low + window, self.blocks_total)
-            is_open = ~self._usable[low:high]
+            is_open, coming = ~self._usable[low:high], np.ones(high - low, np.bool_)
             for shape in self.shapes:
-                is_open &= ~shape.backs(low, high, coming=True)
-                is_open &= ~shape.leaving_under(low, high)
+                coming &= shape.backs(low, high, coming=True)
+                is_open &= ~shape.barred_under(low, high)
+            is_open &= ~coming
             for start, end in spans_of(is_open, low):
                 taken = min(wanted, end - start)
                 targets.append((start, start + taken))
@@ -98,17 +133,7 @@ class Pool:
         """All ranks have mapped it; the spans of blocks that became usable."""
         for shape, growth in zip(self.shapes, growths, strict=True):
             shape.confirm_growth(growth)
-        fresh: list[Span] = []
-        for low, high in self._touched(growths):
-            backed = ~self._usable[low:high]
-            for shape in self.shapes:
-                backed &= shape.backs(low, high, coming=False)
-            spans = spans_of(backed, low)
-            for start, end in spans:
-                self._usable[start:end] = True
-                self.usable_count += end - start
-            fresh += spans
-        return fresh
+        return self._put_in_circulation(self._touched(growths))
 
     def abort_growth(self, growths: list[Growth]) -> None:
         """No rank holds any of it (any more)."""
@@ -124,8 +149,9 @@ class Pool:
         wanted_granules: Sequence[int | None],
         *,
         cached: bool,
-        split_transient_granules: int = 0,
-    ) -> tuple[list[Shrink], Mask] | None:
+        splits: Splits | None = None,
+        at_most: bool = False,
+    ) -> Reclaim:
         """Choose what each shape gives back, at least so much if there is so much.
 
         Parameters
@@ -136,49 +162,76 @@ class Pool:
             Of each shape; None wants all that may go.
         cached
             Whether blocks of the prefix cache may go too.
-        split_transient_granules
-            How much may be held twice while extents are split, beyond what the whole extents that
-            go make room for; splitting is tried only where whole extents are not enough, and not
-            at all when this is negative.
-
-        Returns
-        -------
-        (list of Shrink, mask of shape (blocks_total,)) or None
-            The plans and the blocks that leave circulation; None when nothing can go.
+        splits
+            Whether, where whole extents are not enough, others are split.
+        at_most
+            Rather give less than more than is wanted.
         """
         choices = [Selection(shape, standing) for shape in self.shapes]
-        for choice, wanted in zip(choices, wanted_granules, strict=True):
-            choice.choose_whole(wanted, cached=cached)
-            if split_transient_granules >= 0 and (wanted is None or choice.granules < wanted):
-                room = choice.granules + split_transient_granules
-                choice.choose_splits(wanted, room, cached=cached)
+        lacking = [0] * len(choices)
+        for i, (choice, wanted) in enumerate(zip(choices, wanted_granules, strict=True)):
+            choice.choose_whole(wanted, cached=cached, at_most=at_most)
+            if splits is not None:
+                lacking[i] = choice.choose_splits(
+                    wanted, splits.transient_granules[i], cached=cached, staged=splits.staged
+                )
         withdrawn = choices[0].withdrawn()
         for choice in choices[1:]:
             withdrawn |= choice.withdrawn()
         left = standing.usable & ~withdrawn
         for choice in choices:
             choice.choose_stranded(left)
-        shrinks = [choice.shrink() for choice in choices]
-        return (shrinks, withdrawn) if any(s.granules for s in shrinks) else None
+        return Reclaim([choice.shrink() for choice in choices], withdrawn, lacking)
 
-    def begin_shrink(self, shrinks: list[Shrink], withdrawn: Mask) -> None:
+    def begin_shrink(self, shrinks: list[Shrink], withdrawn: Mask | None) -> None:
         """Take the withdrawn blocks, none of them live, out of circulation."""
-        assert not np.any(withdrawn & ~self._usable)
         for shape, shrink in zip(self.shapes, shrinks, strict=True):
             shape.begin_shrink(shrink)
-        self._usable &= ~withdrawn
-        self.usable_count -= int(np.count_nonzero(withdrawn))
+        if withdrawn is not None:
+            assert not np.any(withdrawn & ~self._usable)
+            self._usable &= ~withdrawn
+            self.usable_count -= int(np.count_nonzero(withdrawn))
 
     def confirm_shrink(self, shrinks: list[Shrink]) -> None:
         """All ranks have given it back; its blocks may be mapped again."""
         for shape, shrink in zip(self.shapes, shrinks, strict=True):
             shape.confirm_shrink(shrink)
-            self._reopen(shape.touched_by_leaving(shrink))
+            self._reopen(shape.blocks_under(shrink.leaving()))
+
+    def keep_whole(self, shape: int, split: Split) -> list[Span]:
+        """No rank of a shape has split an extent; the spans of blocks that are usable again."""
+        self.shapes[shape].keep_whole(split)
+        touched = self.shapes[shape].blocks_under(split.leaving())
+        fresh = self._put_in_circulation(touched)
+        self._reopen(touched)
+        return fresh
+
+    def keep_apart(self, shape: int, split: Split) -> None:
+        """Not all ranks of a shape have split an extent: it stays as it is for good."""
+        self.shapes[shape].keep_apart(split)
+
+    def block(self, shape: int, runs: Sequence[Run]) -> None:
+        """Some rank of a shape could not unmap this: nothing can be mapped there any more."""
+        self.shapes[shape].block(runs)
 
     def usable_mask(self) -> Mask:
         """A copy of which blocks are in circulation."""
         usable: Mask = self._usable.copy()
         return usable
+
+    def _put_in_circulation(self, touched: list[Span]) -> list[Span]:
+        """The spans of these blocks that all shapes back now, and that were not usable before."""
+        fresh: list[Span] = []
+        for low, high in touched:
+            backed = ~self._usable[low:high]
+            for shape in self.shapes:
+                backed &= shape.backs(low, high, coming=False)
+            spans = spans_of(backed, low)
+            for start, end in spans:
+                self._usable[start:end] = True
+                self.usable_count += end - start
+            fresh += spans
+        return fresh
 
     def _touched(self, growths: list[Growth]) -> list[Span]:
         return merged(

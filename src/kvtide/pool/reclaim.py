@@ -48,21 +48,20 @@ class Selection:
         self._extents = extents
         self._standing = standing
         self._gone = np.zeros(extents.geometry.granules_total, np.bool_)
+        self.granules = 0
         self._whole: list[Run] = []
         self._splits: list[Split] = []
         table = np.array(list(extents.mapped.items()), np.int64).reshape(-1, 2)
         self._first, self._count = table[:, 0], table[:, 1]
 
-    @property
-    def granules(self) -> int:
-        """Granules chosen so far."""
-        return int(np.count_nonzero(self._gone))
-
-    def choose_whole(self, wanted_granules: int | None, *, cached: bool) -> None:
+    def choose_whole(
+        self, wanted_granules: int | None, *, cached: bool, at_most: bool = False
+    ) -> None:
         """Choose whole extents that no live block touches, until there are enough.
 
         Free ones go first, the highest before lower ones; with `cached` then those of the prefix
-        cache, by the age of their newest block, then by how many they hold. None wants all.
+        cache, by the age of their newest block, then by how many they hold. None wants all. The
+        last one may be more than is wanted, but not with `at_most`.
         """
         idle, newest, held = self._survey()
         may_go = idle if cached else idle & (newest < 0)
@@ -70,17 +69,33 @@ class Selection:
         order = order[may_go[order]]
         if wanted_granules is not None:
             sums = np.cumsum(self._count[order])
-            order = order[: int(np.searchsorted(sums, wanted_granules)) + 1]
+            if at_most:
+                order = order[: int(np.searchsorted(sums, wanted_granules, side="right"))]
+            else:
+                order = order[: int(np.searchsorted(sums, wanted_granules)) + 1]
         for i in order.tolist():
             self._take(i)
 
     def choose_splits(
-        self, wanted_granules: int | None, transient_granules: int, *, cached: bool
-    ) -> None:
+        self,
+        wanted_granules: int | None,
+        transient_granules: int,
+        *,
+        cached: bool,
+        staged: bool = False,
+    ) -> int:
         """Choose extents to split, those with the least to copy first, until there is enough.
 
-        `transient_granules` bounds what may be held twice meanwhile. Without `cached` the blocks
-        of the prefix cache stay where they are, as the live ones do.
+        What a split holds twice for a moment has to fit into what was chosen before it and is gone
+        by then, and `transient_granules` on top. Without `cached` the blocks of the prefix cache
+        stay where they are, as the live ones do. With `staged`, a split that does not fit is
+        carried by free granules of other extents.
+
+        Returns
+        -------
+        int
+            Granules by which `transient_granules` falls short of one more split; 0 where there is
+            enough, or nothing left to split.
         """
         pinned = self._standing.live
         if not cached:
@@ -90,18 +105,26 @@ class Selection:
         kept = sums[self._first + self._count] - sums[self._first]
         may_split = (kept > 0) & (kept < self._count) & ~self._gone[self._first]
         order = np.argsort(kept / self._count, kind="stable")
-        got, room = self.granules, transient_granules
-        for i in order[may_split[order]].tolist():
-            if wanted_granules is not None and got >= wanted_granules:
-                break
-            if kept[i] > room:
-                continue
-            room -= int(kept[i])
-            first, count = int(self._first[i]), int(self._count[i])
-            part = needed[first : first + count]
-            self._gone[first : first + count] = ~part
-            got += count - int(kept[i])
-            self._splits.append(Split(Run(first, count), tuple(runs_of(part, first))))
+        left: list[int] = order[may_split[order]].tolist()
+        while left:
+            passed = []
+            for i in left:
+                if wanted_granules is not None and self.granules >= wanted_granules:
+                    return 0
+                if kept[i] > self.granules + transient_granules:
+                    passed.append(i)
+                else:
+                    self._split(i, needed, ())
+            if len(passed) == len(left):
+                # What is split frees more than it keeps, so only the first has to be carried.
+                smallest = min(left, key=lambda i: int(kept[i]))
+                staging = self._staging(smallest, int(kept[smallest])) if staged else ()
+                if not staging:
+                    return int(kept[smallest]) - self.granules - transient_granules
+                self._split(smallest, needed, staging)
+                passed.remove(smallest)
+            left = passed
+        return 0
 
     def withdrawn(self) -> Mask:
         """Usable blocks that touch what is chosen."""
@@ -128,8 +151,6 @@ class Selection:
         return Shrink(
             extents=tuple(self._whole),
             splits=tuple(self._splits),
-            granules=self.granules,
-            transient_granules=sum(run.granules for s in self._splits for run in s.keep),
         )
 
     # -------------------------------------------------------------------------------------------
@@ -137,7 +158,24 @@ class Selection:
     def _take(self, i: int) -> None:
         run = Run(int(self._first[i]), int(self._count[i]))
         self._gone[run.first : run.first + run.granules] = True
+        self.granules += run.granules
         self._whole.append(run)
+
+    def _split(self, i: int, needed: Mask, staging: tuple[int, ...]) -> None:
+        first, count = int(self._first[i]), int(self._count[i])
+        part = needed[first : first + count]
+        self._gone[first : first + count] = ~part
+        self.granules += count - int(np.count_nonzero(part))
+        self._splits.append(Split(Run(first, count), tuple(runs_of(part, first)), staging))
+
+    def _staging(self, i: int, wanted: int) -> tuple[int, ...]:
+        """So many granules of other extents that hold nothing; none when there are not so many."""
+        standing = self._standing
+        spare = self._extents.mapped_granules() & ~self._gone
+        spare &= ~self._granules_under(np.flatnonzero(standing.usable & ~standing.free))
+        spare[self._first[i] : self._first[i] + self._count[i]] = False
+        found: list[int] = np.flatnonzero(spare)[:wanted].tolist()
+        return tuple(found) if len(found) == wanted else ()
 
     def _blocks_over(self) -> list[tuple[Indices, Indices]]:
         """Of every strip, the blocks [low, high) that touch each extent."""

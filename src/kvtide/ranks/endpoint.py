@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtide.errors import NeverFitsError
-from kvtide.ledger import Refusal
+from kvtide.ledger import Refusal, State
 from kvtide.pool import Geometry
 from kvtide.ranks.memory import RankMemory
 from kvtide.ranks.messages import (
@@ -26,9 +27,14 @@ from kvtide.ranks.sockets import RankSocket
 from kvtide.units import format_size
 
 if TYPE_CHECKING:
-    from kvtide.ranks.elastic import Seat
+    from kvtide.ranks.seat import Seat
 
 __all__ = ["Endpoint", "endpoint_of"]
+
+_log = logging.getLogger(__name__)
+
+# Between two looks without a wake-up, while the start waits for memory.
+_PROBE_SECONDS = 0.25
 
 # Ranks that live in this process, for a scheduler that does too.
 _here: dict[str, Endpoint] = {}
@@ -52,8 +58,8 @@ class Endpoint:
         Of its blocks.
     rank
         Its number.
-    directory
-        Where its socket lies until the scheduler has connected.
+    wait_seconds
+        How long the start waits for memory that others hold; None: for ever.
     """
 
     def __init__(
@@ -63,18 +69,19 @@ class Endpoint:
         geometry: Geometry,
         layout: str,
         rank: int,
-        directory: Path,
+        wait_seconds: float | None,
     ) -> None:
         self.memory = memory
         self._seat = seat
         self._geometry = geometry
         self._layout = layout
         self._rank = rank
-        name = f"{seat.ledger.path.stem}.{memory.account.key.replace(':', '.')}.rank"
-        self._socket = RankSocket(directory / name)
+        self._wait_seconds = wait_seconds
+        self._socket = RankSocket()
         self._answers: list[Answer] = []
         self._direct = False
         self._named: list[Place] = []
+        self._last_sequence = 0
         _here[memory.account.key] = self
 
     def back_null_block(self) -> None:
@@ -125,25 +132,56 @@ class Endpoint:
         return places
 
     def _take(self, places: tuple[Place, ...], why: str) -> None:
+        """Have these places granted and mapped, and wait for others to give where they must."""
         needed_bytes = sum(size for _, size in places)
+        refusal = self._try(places, needed_bytes)
+        if refusal is None:
+            return
+        if refusal.reason == "limit" or needed_bytes > self._seat.ledger.spec.ceiling_bytes:
+            raise NeverFitsError(self._short_of(needed_bytes, why, refusal))
+        _log.warning("kvtide: waiting: %s", self._short_of(needed_bytes, why, refusal))
+        instance, ledger = self._seat.instance, self._seat.ledger
+        started = time.monotonic()
+        waker = instance.waker()
+        instance.set_state(State.WAITING)
+        try:
+            while refusal is not None:
+                waited = time.monotonic() - started
+                if self._wait_seconds is not None and waited > self._wait_seconds:
+                    raise NeverFitsError(
+                        f"{self._short_of(needed_bytes, why, refusal)} (waited for "
+                        f"{waited:.0f} s, KVTIDE_WAIT_DEADLINE)"
+                    )
+                instance.wish(needed_bytes)
+                waker.wait(_PROBE_SECONDS)
+                ledger.retire_dead()
+                self.memory.account.sample()
+                refusal = self._try(places, needed_bytes)
+        finally:
+            instance.wish(0)
+            waker.close()
+        instance.set_state(State.STARTING)
+
+    def _try(self, places: tuple[Place, ...], needed_bytes: int) -> Refusal | None:
         answer = self.memory.account.grant(needed_bytes)
         if isinstance(answer, Refusal):
-            snapshot = self._seat.ledger.snapshot()
-            holders = ", ".join(
-                f"{i.name} {format_size(i.charged_bytes)}" for i in snapshot.instances
-            )
-            raise NeverFitsError(
-                f"the KV cache needs {format_size(needed_bytes)} {why}, and "
-                f"{format_size(answer.available_bytes)} may be had ({answer.reason}): held are "
-                f"{holders}. Give the device a budget, or this instance a limit, that leaves it "
-                f"at least {format_size(needed_bytes)}"
-            )
-        if not self.memory.carry_out((Grow(0, places),))[0].done:
-            self.memory.account.refund(needed_bytes)
-            raise NeverFitsError(
-                f"the device has no {format_size(needed_bytes)} left, though they were granted: "
-                "another process took them; see `kvtide status` and what else runs there"
-            )
+            return answer
+        (grown,) = self.memory.carry_out((Grow(0, places),))
+        if grown.done:
+            return None
+        # Somebody outside the ledger has it.
+        self.memory.account.refund(needed_bytes - grown.stuck_bytes)
+        return Refusal("budget", needed_bytes, 0, sample_is_stale=False)
+
+    def _short_of(self, needed_bytes: int, why: str, refusal: Refusal) -> str:
+        snapshot = self._seat.ledger.snapshot()
+        holders = ", ".join(f"{i.name} {format_size(i.charged_bytes)}" for i in snapshot.instances)
+        return (
+            f"the KV cache needs {format_size(needed_bytes)} {why}, and "
+            f"{format_size(refusal.available_bytes)} may be had ({refusal.reason}): held are "
+            f"{holders}. Give the device a budget, or this instance a limit, that leaves it "
+            f"at least {format_size(needed_bytes)}"
+        )
 
     def answer_directly(self) -> None:
         """The scheduler is in this process: it takes the answers itself."""
@@ -152,21 +190,23 @@ class Endpoint:
 
     def carry_out(self, orders: Sequence[Order]) -> None:
         """Carry out orders outside of a step's message, for a scheduler in this process."""
-        self._answers += self.memory.carry_out(orders)
+        fresh = [order for order in orders if order.sequence > self._last_sequence]
+        if fresh:
+            # One that comes again is not carried out again.
+            self._last_sequence = fresh[-1].sequence
+        if fresh or self.memory.leaving:
+            self._answers += self.memory.carry_out(fresh)
 
     def take_answers(self) -> list[Answer]:
         """Answers since the last call, also of what could be ended since."""
-        if self.memory.leaving:
-            self._answers += self.memory.carry_out(())
+        self.carry_out(())
         answers, self._answers = self._answers, []
         return answers
 
     def step(self, message: dict[int, bytes] | None, *, runs: bool) -> None:
         """The head of a step: carry out its orders and answer. Never waits while `runs`."""
-        if message is not None and self._rank in message:
-            self._answers += self.memory.carry_out(decode_orders(message[self._rank]))
-        elif self.memory.leaving:
-            self._answers += self.memory.carry_out(())
+        given = None if message is None else message.get(self._rank)
+        self.carry_out(() if given is None else decode_orders(given))
         if not runs:
             self._answers += self.memory.settle()
         if (
@@ -191,7 +231,7 @@ class Endpoint:
                 strips=self._geometry.strips,
                 granularity_bytes=self._geometry.granularity_bytes,
                 extents=self.memory.places,
-                socket=str(self._socket.path),
+                socket=self._socket.address,
                 layout=self._layout,
             )
         )

@@ -16,6 +16,10 @@ class Link(Protocol):
 
     direct: bool
 
+    @property
+    def ended(self) -> bool:
+        """Whether no answer can come from this rank any more."""
+
     def submit(self, order: Order) -> None:
         """Hand over an order: carried out at once, or with the next step."""
 
@@ -33,6 +37,7 @@ class DirectLink:
     """A rank in the scheduler's own process: an order is carried out when it is given."""
 
     direct = True
+    ended = False
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -63,6 +68,11 @@ class SocketLink:
         self.rank = rank
         self._socket = socket
         self._orders: list[Order] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether the rank has closed its end."""
+        return self._socket.ended
 
     def submit(self, order: Order) -> None:
         """Keep an order for the next step."""

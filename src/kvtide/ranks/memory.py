@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 
 from kvtide.device.base import Device, Fence
+from kvtide.errors import DeviceError
 from kvtide.ledger import Account
 from kvtide.memory.arena import Arena
+from kvtide.memory.carrying import split_by_way_of
 from kvtide.memory.extents import Span
 from kvtide.ranks.messages import Answer, Grow, Order, Place, Sample, Shrink
 
 __all__ = ["RankMemory"]
+
+_log = logging.getLogger(__name__)
 
 
 class RankMemory:
@@ -40,23 +45,35 @@ class RankMemory:
     def carry_out(self, orders: Sequence[Order]) -> list[Answer]:
         """Carry out a step's orders; answers of these and of earlier ones that could be ended.
 
-        Never waits for queued work of the device.
+        Waits for queued work of the device only where an extent is split.
+
+        Raises
+        ------
+        DeviceError
+            What a split had to keep was lost.
         """
         answers = self._end_passed() if self._leaving else []
         for order in orders:
             if isinstance(order, Grow):
                 answers.append(self._grow(order))
             elif isinstance(order, Shrink):
-                fence = self.device.fence()
-                if not self._leaving and fence.passed():
-                    answers.append(self._shrink(order))
-                else:
-                    self._leaving.append((fence, order))
+                answers += self._take_back(order)
             else:
                 assert isinstance(order, Sample)
                 self.account.sample()
                 answers.append(Answer(order.sequence, True))
         return answers
+
+    def _take_back(self, order: Shrink) -> list[Answer]:
+        fence = self.device.fence()
+        if order.splits:
+            # What stays is in use: nothing may be queued that touches it while it is moved.
+            fence.wait()
+            return [*self.settle(), self._shrink(order)]
+        if not self._leaving and fence.passed():
+            return [self._shrink(order)]
+        self._leaving.append((fence, order))
+        return []
 
     def settle(self) -> list[Answer]:
         """Wait for the device and end all that is pending: for a step that has nothing to run."""
@@ -74,24 +91,39 @@ class RankMemory:
         return answers
 
     def _grow(self, order: Grow) -> Answer:
-        done = self.arena.grow([Span(*place) for place in order.extents])
+        stuck_before = self.arena.quarantined_bytes
+        try:
+            done = self.arena.grow([Span(*place) for place in order.extents])
+        except DeviceError as error:
+            _log.warning("the device did not map %d extents: %s", len(order.extents), error)
+            done = False
         if not done:
             # A grant that the device does not honour: somebody else has the memory.
             self.account.sample()
-        return Answer(order.sequence, done)
+        return self._answer(order.sequence, stuck_before, done=done)
 
     def _shrink(self, order: Shrink) -> Answer:
         stuck_before = self.arena.quarantined_bytes
         self.arena.shrink([Span(*place) for place in order.extents])
-        kept = tuple(
-            place[0]
-            for place, keep in order.splits
-            if not self.arena.split(Span(*place), [Span(*k) for k in keep])
-        )
+        kept = list(order.splits)
+        # What one split frees carries the next: when one cannot be made, none after it is.
+        while kept and self._split(*kept[0]):
+            del kept[0]
+        whole = tuple(place[0] for place, _, _ in kept)
+        return self._answer(order.sequence, stuck_before, kept=whole)
+
+    def _split(self, place: Place, keep: tuple[Place, ...], staging: tuple[int, ...]) -> bool:
+        span, parts = Span(*place), [Span(*part) for part in keep]
+        if staging:
+            return split_by_way_of(self.arena, span, parts, staging)
+        return self.arena.split(span, parts)
+
+    def _answer(
+        self, sequence: int, stuck_before: int, *, done: bool = True, kept: tuple[int, ...] = ()
+    ) -> Answer:
         stuck_bytes = self.arena.quarantined_bytes - stuck_before
-        return Answer(
-            order.sequence, True, kept, stuck_bytes, self._blocked() if stuck_bytes else ()
-        )
+        blocked = self._blocked() if stuck_bytes else ()
+        return Answer(sequence, done, kept, stuck_bytes, blocked)
 
     def _blocked(self) -> tuple[Place, ...]:
         base, end = self.arena.address, self.arena.address + self.arena.size_bytes

@@ -10,6 +10,8 @@ __all__ = [
     "Description",
     "Grow",
     "Order",
+    "Parting",
+    "Place",
     "Sample",
     "Shrink",
     "decode_answers",
@@ -20,6 +22,8 @@ __all__ = [
 
 # (offset, size) in bytes, relative to the arena.
 Place = tuple[int, int]
+# An extent, what is kept of it, and the granules that carry it over (none: it needs no carrying).
+Parting = tuple[Place, tuple[Place, ...], tuple[int, ...]]
 
 
 class Grow(msgspec.Struct, frozen=True, array_like=True, tag="g"):
@@ -37,7 +41,7 @@ class Shrink(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 
     sequence: int
     extents: tuple[Place, ...]
-    splits: tuple[tuple[Place, tuple[Place, ...]], ...] = ()
+    splits: tuple[Parting, ...] = ()
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True, tag="m"):
@@ -62,7 +66,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     kept
         For a shrink: the extents to be split that are still whole, by offset.
     stuck_bytes
-        For a shrink: bytes that the device did not take back. They stay charged.
+        Bytes that the device did not take back while this was carried out. They stay charged.
     blocked
         All places of the arena where such memory is still mapped; nothing can be mapped there.
     """
@@ -99,7 +103,7 @@ class Description(msgspec.Struct, frozen=True):
     extents
         What is mapped already.
     socket
-        Path on which it listens for the scheduler.
+        Abstract address on which it listens for the scheduler.
     layout
         `block-major` or `per-layer`, for people.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from pathlib import Path
 
 from kvtide.errors import KvtideError
 
@@ -21,25 +20,15 @@ def _peer_uid(connection: socket.socket) -> int:
     return uid
 
 
-def _by_descriptor(path: Path) -> tuple[int, str]:
-    """The directory opened, and a name below 108 bytes that leads to the path through it."""
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    return directory, f"/proc/self/fd/{directory}/{path.name}"
-
-
 class RankSocket:
     """The rank's end: listens, takes one peer of its own user, and sends without waiting."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
+        # Abstract: it is gone with the process, however that ends, and leaves no file.
+        self.address = f"kvtide-rank-{os.getpid()}-{os.urandom(6).hex()}"
         self._listener: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._peer: socket.socket | None = None
-        directory, name = _by_descriptor(path)
-        try:
-            self._listener.bind(name)
-        finally:
-            os.close(directory)
-        path.chmod(0o600)
+        self._listener.bind("\0" + self.address)
         self._listener.listen(1)
         self._listener.setblocking(False)
 
@@ -67,48 +56,48 @@ class RankSocket:
             self._peer = peer
             self._listener.close()
             self._listener = None
-            self.path.unlink(missing_ok=True)
         return self._peer is not None
 
     def close(self) -> None:
-        """Close and leave no file."""
+        """Close."""
         for end in (self._listener, self._peer):
             if end is not None:
                 end.close()
         self._listener = self._peer = None
-        self.path.unlink(missing_ok=True)
 
 
 class SchedulerSocket:
     """The scheduler's end: connects once, and takes what has come without waiting."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        directory, name = _by_descriptor(path)
         try:
-            self._socket.connect(name)
+            self._socket.connect("\0" + address)
         except OSError as error:
             self._socket.close()
             raise KvtideError(
-                f"the worker that listens on {path} cannot be reached: {error}; "
+                f"the worker that listens on {address} cannot be reached: {error}; "
                 "see its log for why it ended"
             ) from error
-        finally:
-            os.close(directory)
         if _peer_uid(self._socket) != os.getuid():
             self._socket.close()
-            raise KvtideError(f"another user's process listens on {path}; make its directory yours")
+            raise KvtideError(f"another user's process listens on {address}: start anew")
         self._socket.setblocking(False)
+        # The rank has closed its end, or died.
+        self.ended = False
 
     def receive(self) -> list[bytes]:
-        """All messages that have come."""
+        """All messages that have come. Never waits."""
         messages: list[bytes] = []
         while True:
             try:
                 message = self._socket.recv(MAX_MESSAGE_BYTES)
-            except (BlockingIOError, ConnectionError):
+            except BlockingIOError:
                 return messages
+            except ConnectionError:
+                message = b""
             if not message:
+                self.ended = True
                 return messages
             messages.append(message)
 

@@ -11,12 +11,12 @@ from kvtide.engines import family
 from kvtide.engines.vllm.eras import read_layout
 from kvtide.errors import NeverFitsError
 from kvtide.pool import Geometry
-from kvtide.ranks.elastic import Seat
+from kvtide.ranks.elastic import ElasticMemory, Seat
 from kvtide.settings import Settings
 from kvtide.sizing.capacity import host_capacity
 from kvtide.units import GIB, MIB, format_size
 
-__all__ = ["check_longest", "least_bytes", "most_bytes", "wrap_sizing"]
+__all__ = ["check_longest", "least_bytes", "most_bytes", "why_never", "wrap_sizing"]
 
 _GRANULARITY_BYTES = 2 * MIB
 _LARGEST_BYTES = 1 << 50
@@ -73,6 +73,33 @@ def check_longest(config: Any, kv_cache_config: Any, geometry: Geometry, seat: S
         f"of {format_size(geometry.granularity_bytes)}, and {what} {format_size(allowed_bytes)}: "
         f"make it at least {format_size(needed_bytes)}, or --max-model-len smaller"
     )
+
+
+def why_never(memory: ElasticMemory[Any], blocks: int) -> str | None:
+    """Why an engine can never hold so many blocks beside block 0; None if it can.
+
+    Its limit may be lower now than when it started.
+    """
+    shapes = memory.pool.shapes
+    for uuid, seat in memory.seats.items():
+        needed_bytes = sum(
+            least_bytes(shapes[m.shape].geometry, blocks)
+            for m in memory.ranks.members
+            if m.device_uuid == uuid
+        )
+        allowed_bytes = most_bytes(seat)
+        if needed_bytes > allowed_bytes:
+            name, limit_bytes = seat.instance.name, seat.instance.limit_bytes
+            what = "the device has" if limit_bytes is None else f"the limit of {name} is"
+            holders = ", ".join(
+                f"{i.name} {format_size(i.charged_bytes)}" for i in seat.ledger.snapshot().instances
+            )
+            return (
+                f"{format_size(needed_bytes)} of {uuid}, which can never be had: {what} "
+                f"{format_size(allowed_bytes)} (held are {holders}); raise it to "
+                f"{format_size(needed_bytes)} or send shorter requests"
+            )
+    return None
 
 
 def wrap_sizing() -> None:

@@ -12,10 +12,14 @@ _STEPS_AHEAD = 3
 
 
 class _Group(NamedTuple):
-    """A KV-cache group: tokens of a block, and the most tokens a request ever keeps (or None)."""
+    """A KV-cache group: tokens of a block, and the most tokens a request ever keeps (or None).
+
+    A recurrent state is as large whatever it stands for; some are kept along the way for others.
+    """
 
     block_tokens: int
     window_tokens: int | None
+    recurrent: bool
 
 
 class Need:
@@ -35,7 +39,7 @@ class Need:
             spec = next(iter(members.values()))
         window = vars(spec).get("sliding_window") or vars(spec).get("attention_chunk_size")
         kept = None if window is None else window + self._batch_tokens
-        return _Group(spec.block_size, kept)
+        return _Group(spec.block_size, kept, recurrent="mamba_type" in vars(spec))
 
     def blocks(self) -> int:
         """Blocks that the running requests need for the steps in flight plus two, and the prompts
@@ -55,10 +59,18 @@ class Need:
             needed += self._for_more(0, request.num_tokens + _STEPS_AHEAD)
         return needed
 
+    def least(self, tokens: int) -> int:
+        """Blocks without which no request of so many tokens can run, all groups together."""
+        needed = 0
+        for size, window, recurrent in self._groups:
+            kept = tokens if window is None else min(tokens, window)
+            needed += 1 if recurrent else -(-kept // size)
+        return needed
+
     def _for_more(self, computed: int, more: int) -> int:
         """Blocks for so many tokens beyond those computed, all groups together."""
         needed = 0
-        for size, window in self._groups:
+        for size, window, _ in self._groups:
             if window is not None and more > window:
                 more = window
             held = -computed % size

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
 
 from kvtide.engines import family
 from kvtide.engines.vllm.tide import Tide
 from kvtide.errors import KvtideError
 
 __all__ = ["ElasticAsyncScheduler", "ElasticScheduler", "make_scheduler"]
+
+_log = logging.getLogger("vllm.kvtide")
 
 if TYPE_CHECKING:
     _Base = Any
@@ -32,15 +37,44 @@ class _Elastic(_Base):
             family.end_server(error)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self.tide.begin()
-        output = super().schedule(*args, **kwargs)
-        self.tide.end(output)
+        try:
+            self.tide.begin()
+            output = super().schedule(*args, **kwargs)
+            self.tide.end(output)
+        except KvtideError as error:
+            family.end_server(error)
         return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().update_from_output(*args, **kwargs)
+        if self.tide.hopeless:
+            self._end_hopeless(outputs)
+        return outputs
+
+    def _end_hopeless(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """End the requests for which the memory can never come, with an error for the client."""
+        status = RequestStatus.FINISHED_ERROR
+        for request_id, why in self.tide.hopeless.items():
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            _log.error("kvtide: request %s was refused: its %s", request_id, why)
+            self.finish_requests(request_id, status)
+            of_client = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+            of_client.outputs.append(
+                EngineCoreOutput(
+                    request_id, [], finish_reason=RequestStatus.get_finished_reason(status)
+                )
+            )
+        self.tide.hopeless.clear()
 
     def has_requests(self) -> bool:
         tide = self.tide
-        if tide.wants_step():
-            return True
+        try:
+            if tide.wants_step():
+                return True
+        except KvtideError as error:
+            family.end_server(error)
         if tide.asleep:
             tide.wait_here()
             return tide.watch.called or bool(self.has_finished_requests())

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtide.engines.vllm import introduction
 from kvtide.engines.vllm.blocks import ElasticBlockPool
+from kvtide.engines.vllm.fitting import why_never
 from kvtide.engines.vllm.need import Need
 from kvtide.ledger import Ledger, State
 from kvtide.memory.extents import cap_for
@@ -51,6 +52,8 @@ class Tide:
         self._pool.memory = self.memory
         self._need = Need(scheduler)
         self._shortfall = 0
+        # Requests that the engine must end, by their id, and why.
+        self.hopeless: dict[str, str] = {}
         self.asleep = False
         self._pressed = False
         self._probe_seconds = _PROBE_SECONDS
@@ -62,7 +65,8 @@ class Tide:
         wakers = [seat.instance.waker() for seat in self.memory.seats.values()]
         self._wake_engine: Callable[[], None] = wake_engine or self._roused.set
         self._waits_here = wake_engine is None
-        self.watch = Watch(wakers, self._wake_engine)
+        ledgers = [seat.ledger for seat in self.memory.seats.values()]
+        self.watch = Watch(wakers, ledgers, self._wake_engine)
         self._measure_allocations(manager.coordinator)
         self.memory.show(State.RUNNING)
 
@@ -97,9 +101,12 @@ class Tide:
             self.watch.called = False
             self._ahead_at = self._missed_at = 0.0
             self._pressed = True
+            memory.hurry()
         idle = not self._scheduler.has_unfinished_requests()
         if memory.trim_soon or (called and idle):
             memory.trim()
+        elif not idle:
+            memory.give_surplus()
         if self._pressed:
             memory.show(State.RUNNING)
             self._pressed = memory.yield_to_others()
@@ -114,6 +121,7 @@ class Tide:
         """After vLLM has scheduled: wish for what it missed, and send the step's orders with it."""
         memory, scheduler = self.memory, self._scheduler
         if self._shortfall:
+            self._find_hopeless()
             if time.monotonic() >= self._missed_at:
                 desired = max(self._shortfall, self._need.blocks() - memory.free_count)
                 if not memory.grow_for(self._shortfall, desired):
@@ -121,6 +129,7 @@ class Tide:
         else:
             memory.end_wish()
             self._probe_seconds = _PROBE_SECONDS
+        self.watch.search(memory.wishing)
         message = memory.ranks.message()
         if message is not None:
             output.kvtide = message
@@ -141,6 +150,16 @@ class Tide:
                 self.watch.alarm(_LINGER_SECONDS)
         else:
             memory.show(State.RUNNING)
+
+    def _find_hopeless(self) -> None:
+        """Note the requests at the head of the queue for which the memory can never come."""
+        for queue in (self._scheduler.waiting, self._scheduler.skipped_waiting):
+            request = next(iter(queue), None)
+            if request is None:
+                continue
+            text = why_never(self.memory, self._need.least(request.num_tokens))
+            if text is not None:
+                self.hopeless[request.request_id] = f"{request.num_tokens} tokens take {text}"
 
     # Between steps -----------------------------------------------------------------------------
 
@@ -183,7 +202,8 @@ def _connect(
             ledger = Ledger.attach(Path(d.ledger))
             seats[d.device_uuid] = Seat(ledger, ledger.instance(d.instance))
         account = seats[d.device_uuid].ledger.account(d.account)
-        members.append(Member(d.rank, geometries.index(geometry), d.device_uuid, account, _link(d)))
+        shape = geometries.index(geometry)
+        members.append(Member(d.rank, shape, d.device_uuid, account, _link(d), d.pid))
     cap_bytes = cap_for(min(d.device_bytes for d in descriptions))
     pool = Pool(geometries, cap_bytes)
     memory = ElasticMemory(seats, Ranks(members), pool, circulation, cap_bytes)
@@ -202,4 +222,4 @@ def _link(description: Description) -> Link:
 
     if description.pid == os.getpid():
         return DirectLink(endpoint_of(description.account))
-    return SocketLink(description.rank, SchedulerSocket(Path(description.socket)))
+    return SocketLink(description.rank, SchedulerSocket(description.socket))

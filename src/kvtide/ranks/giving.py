@@ -1,0 +1,128 @@
+"""What an engine gives back: to others who wish for it, when it idles, and what it never uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from kvtide.pool import Block, Pool, Reclaim, Splits, Standing
+from kvtide.ranks.changes import Changes, Circulation
+from kvtide.ranks.ranks import Ranks
+from kvtide.ranks.seat import Seat
+
+__all__ = ["Giving"]
+
+B = TypeVar("B", bound=Block)
+
+
+class Giving(Generic[B]):
+    """Chooses what goes and has it go. One round at a time, and none while memory is coming."""
+
+    def __init__(
+        self,
+        seats: Mapping[str, Seat],
+        ranks: Ranks,
+        pool: Pool,
+        circulation: Circulation[B],
+        changes: Changes[B],
+    ) -> None:
+        self._seats = seats
+        self._ranks = ranks
+        self._pool = pool
+        self._circulation = circulation
+        self._changes = changes
+        self._granule = pool.shapes[0].granularity_bytes
+        self._members_on = {
+            uuid: sum(m.device_uuid == uuid for m in ranks.members) for uuid in seats
+        }
+        # Idle blocks that could not be given back when all was asked for: they share granules
+        # with others that are in use.
+        self._hoard = 0
+
+    def to_others(self) -> bool:
+        """Give what others wish for, or a limit demands, of what no request holds.
+
+        Returns
+        -------
+        bool
+            Whether to ask again: something is going, or has to end before more can.
+        """
+        if self._changes.busy:
+            return True
+        of_device = {u: seat.ledger.demand(seat.instance) for u, seat in self._seats.items()}
+        if not any(of_device.values()):
+            return False
+        wanted = [0] * len(self._pool.shapes)
+        for m in self._ranks.members:
+            share_bytes = self._granule * self._members_on[m.device_uuid]
+            granules = -(-of_device[m.device_uuid] // share_bytes)
+            wanted[m.shape] = max(wanted[m.shape], granules)
+        reclaim = self._plan_with_splits(wanted)
+        given = [shrink.granules for shrink in reclaim.shrinks]
+        if any(g < w for g, w in zip(given, wanted, strict=True)):
+            self._hoard = self._idle_count
+        return any(given)
+
+    def all_free(self) -> bool:
+        """Give every extent that holds nothing; whether there were any."""
+        return self._whole([None] * len(self._pool.shapes), at_most=False)
+
+    def surplus(self, blocks: int) -> bool:
+        """Give extents that hold nothing, at most what these blocks take; whether any."""
+        wanted = [
+            blocks * shape.geometry.block_bytes // self._granule for shape in self._pool.shapes
+        ]
+        return any(wanted) and self._whole(wanted, at_most=True)
+
+    @property
+    def idle_blocks(self) -> int:
+        """Blocks that others may ask for."""
+        idle = self._idle_count
+        self._hoard = min(self._hoard, idle)
+        return idle - self._hoard
+
+    @property
+    def _idle_count(self) -> int:
+        return self._circulation.free.count + self._circulation.cached_count
+
+    def _whole(self, wanted: Sequence[int | None], *, at_most: bool) -> bool:
+        if self._changes.busy:
+            return False
+        reclaim = self._pool.plan_shrink(self.standing(), wanted, cached=False, at_most=at_most)
+        return self._begin(reclaim, [0] * len(wanted), cached=False)
+
+    def _plan_with_splits(self, wanted: Sequence[int]) -> Reclaim:
+        """Choose and begin, whole extents first.
+
+        What a split holds twice comes out of what goes before it. For the first one that may be
+        too little: then it is granted on top, or where the budget has no room either, carried.
+        """
+        standing, nothing = self.standing(), [0] * len(wanted)
+        transient = nothing
+        plan = self._pool.plan_shrink
+        reclaim = plan(standing, wanted, cached=True, splits=Splits(nothing, staged=False))
+        if any(reclaim.lacking):
+            staged = self._ranks.grant([g * self._granule for g in reclaim.lacking]) is not None
+            if not staged:
+                transient = reclaim.lacking
+            reclaim = plan(standing, wanted, cached=True, splits=Splits(transient, staged=staged))
+        cached = bool(np.any(reclaim.withdrawn & (standing.cached_age >= 0)))
+        begun = self._begin(reclaim, transient, cached=cached)
+        assert begun or not any(transient)
+        return reclaim
+
+    def _begin(self, reclaim: Reclaim, transient: Sequence[int], *, cached: bool) -> bool:
+        if not any(shrink.granules for shrink in reclaim.shrinks):
+            return False
+        self._changes.shrink(reclaim, transient, cached=cached)
+        return True
+
+    def standing(self) -> Standing:
+        """What the engine says of its blocks now."""
+        total = self._pool.blocks_total
+        age = np.full(total, -1, np.int64)
+        cached = self._circulation.cached_ids()
+        age[np.fromiter(cached, np.int64, len(cached))] = np.arange(len(cached))
+        return Standing(self._pool.usable_mask(), self._circulation.free.mask(total), age)
