@@ -19,12 +19,20 @@ ENGINE = Path(__file__).with_name("engine.py")
 class Running:
     """An engine that was started: its results as they come."""
 
-    def __init__(self, setup: dict[str, Any], commands: list[list[Any]], **environ: str) -> None:
+    def __init__(
+        self, setup: dict[str, Any], commands: list[list[Any]] | None = None, **environ: str
+    ) -> None:
         self.setup = setup
         self.results: list[dict[str, Any]] = []
         self.log: list[str] = []
         self._process = subprocess.Popen(
-            [sys.executable, str(ENGINE), json.dumps(setup), *map(json.dumps, commands)],
+            [
+                sys.executable,
+                str(ENGINE),
+                json.dumps(setup),
+                *(["-"] if commands is None else map(json.dumps, commands)),
+            ],
+            stdin=subprocess.PIPE if commands is None else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -40,6 +48,28 @@ class Running:
                 self.results.append(json.loads(line[7:]))
             else:
                 self.log.append(line.rstrip())
+
+    def ask(self, *command: Any) -> dict[str, Any]:
+        """Give an engine that was started without commands one, and wait for its result."""
+        assert self._process.stdin is not None
+        before = len(self.results)
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self.wait_result(before)
+
+    def wait_result(self, before: int = 0) -> dict[str, Any]:
+        while len(self.results) <= before:
+            if not self.alive():
+                self.finish()
+                raise SystemExit(f"{self.setup} ended")
+            time.sleep(0.002)
+        return self.results[before]
+
+    def close(self) -> list[dict[str, Any]]:
+        """No more commands: let it end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return self.finish()
 
     def alive(self) -> bool:
         return self._process.poll() is None

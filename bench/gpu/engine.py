@@ -111,6 +111,11 @@ class Engine:
         if setup["system"] == "kvtide":
             os.environ["KVTIDE"] = "1"
             os.environ["KVTIDE_NAME"] = setup.get("name", "bench")
+        if setup["system"] == "kvcached":
+            os.environ["ENABLE_KVCACHED"] = "true"
+            os.environ["KVCACHED_AUTOPATCH"] = "1"
+            os.environ["KVCACHED_CONTIGUOUS_LAYOUT"] = str(setup.get("contiguous", True)).lower()
+            os.environ["KVCACHED_IPC_NAME"] = f"bench{os.getpid()}"
         from vllm import LLM
         from vllm.v1.worker.gpu_worker import Worker
 
@@ -243,6 +248,62 @@ class Engine:
             "budget_mib": snapshot.budget_bytes >> 20,
             "charged_mib": sum(i.charged_bytes for i in snapshot.instances) >> 20,
         }
+
+    def growth(self, blocks: int, repeats: int) -> dict[str, Any]:
+        """Milliseconds to grow by so many blocks on demand, from idle, and their spread."""
+        times = []
+        for _ in range(repeats + 1):
+            take, give = self._allocator()
+            start = time.perf_counter()
+            held = take(blocks)
+            times.append((time.perf_counter() - start) * 1e3)
+            give(held)
+            self.idle(0.3)
+        times = sorted(times[1:])
+        return {"ms_median": times[len(times) // 2], "ms_min": times[0], "ms_max": times[-1]}
+
+    def excess(self, counts: list[int]) -> dict[str, Any]:
+        """Device memory beyond what so many blocks need, taken one at a time; and when freed."""
+        block_bytes = 2 * 1024 * 1024  # the 8B shape: 16 tokens
+        self.idle(1.0)
+        base = self._free_bytes()
+        take, give = self._allocator()
+        rows, held = [], []
+        for count in counts:
+            while len(held) < count:
+                held += take(1)
+            mapped = base - self._free_bytes()
+            rows.append({"blocks": count, "excess_mib": (mapped - count * block_bytes) / 2**20})
+        give(held)
+        self.idle(10.0)
+        rows.append({"blocks": "10 s after", "excess_mib": (base - self._free_bytes()) / 2**20})
+        return {"rows": rows}
+
+    def _free_bytes(self) -> int:
+        import torch
+
+        torch.cuda.synchronize()
+        return int(torch.cuda.mem_get_info()[0])
+
+    def _allocator(self) -> tuple[Any, Any]:
+        """How the system's own pool takes and gives back blocks, growing on demand."""
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        if self.setup["system"] == "kvcached":
+            return pool.kv_cache_manager.alloc, pool.kv_cache_manager.free
+        memory = self.core.scheduler.tide.memory
+
+        def take(count: int) -> Any:
+            missing = count - pool.free.count
+            if missing > 0:
+                done = memory.grow(missing) if count == 1 else memory.grow_for(missing, missing)
+                assert done
+            return pool.get_new_blocks(count)
+
+        def give(blocks: Any) -> None:
+            pool.free_blocks(blocks)
+            memory.trim()
+
+        return take, give
 
     def count_changes(self) -> dict[str, Any]:
         """Count the arena's changes from here on."""

@@ -23,9 +23,9 @@ from kvtide.units import MIB
 
 def main() -> int:
     ledger = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    environ = {"KVTIDE_DIR": str(ledger), "KVTIDE_BUDGET": str(256 * MIB)}
+    environ = {"KVTIDE_DIR": str(ledger), "KVTIDE_BUDGET": str(300 * MIB)}
     phases: list[list[Any]] = [["generate", "p", 48, 900, 96, 5], ["generate", "q", 48, 400, 64, 6]]
-    setup = {"model": "dense", "max_num_seqs": 1, "utilization": 0.3}
+    setup = {"model": "dense", "max_num_seqs": 1, "utilization": 0.3, "max_model_len": 2048}
     native = run({**setup, "system": "native"}, phases)
     ready, go = ledger / "ready", ledger / "go"
     engine = Running(

@@ -56,7 +56,7 @@ def main() -> int:
             good = same < total // 4 if control else same == total
             failed += not good
             print(
-                f"{model:8} {'control' if control else result['name']:8} same {same:3} of {total:3} "
+                f"{model:8} {'control' if control else result['name']:8} {same:3} of {total:3} "
                 f"distinct {result['distinct']:3}  {'ok' if good else 'FAILED'}  "
                 f"tok/s {result['tokens_per_s']:8} native {expected['tokens_per_s']:8}",
                 flush=True,

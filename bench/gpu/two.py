@@ -101,7 +101,9 @@ def main() -> int:
         for line in lines:
             print(name, {k: v for k, v in line.items() if k not in ("digests", "log")}, flush=True)
     ended = [line for lines in results for line in lines if line["command"] == "ended"]
-    answered = sum(len(l["digests"]) for r in results for l in r if l["command"] == "generate")
+    answered = sum(
+        len(line["digests"]) for r in results for line in r if line["command"] == "generate"
+    )
     summary = {
         "budget_mib": BUDGET >> 20,
         "high_water_mib": sampler.high / 2**20,
