@@ -15,6 +15,7 @@ __all__ = ["Extents"]
 Mask = npt.NDArray[np.bool_]
 
 NONE, COMING, MAPPED, LEAVING, BLOCKED = range(5)
+_FILL = [bytes([state]) for state in range(5)]
 
 
 class Extents:
@@ -28,7 +29,9 @@ class Extents:
         self.geometry = geometry
         self.granularity_bytes = geometry.granularity_bytes
         self._cap = max(1, extent_cap_bytes // geometry.granularity_bytes)
-        self._state = np.zeros(geometry.granules_total, np.int8)
+        # The same bytes twice: slices of a run are counted and filled far faster as a bytearray.
+        self._bytes = bytearray(geometry.granules_total)
+        self._state: npt.NDArray[np.int8] = np.frombuffer(self._bytes, np.int8)
         # First granule -> granules, of extents that are mapped (not coming, not leaving).
         self.mapped: dict[int, int] = {}
         self._held_granules = 0
@@ -49,26 +52,30 @@ class Extents:
     def backs(self, low: int, high: int, *, coming: bool) -> Mask:
         """Of blocks [low, high): whether all their granules are mapped; or, `coming`, will be."""
         result: Mask = np.ones(high - low, np.bool_)
-        for strip, base, state in self._states_under(low, high):
-            good = state == MAPPED
+        count = self._bytes.count
+        for strip, (first, end) in self._runs_under(low, high):
+            good = count(MAPPED, first, end)
             if coming:
-                good |= state == COMING
-            if good.all():
+                good += count(COMING, first, end)
+            if good == end - first:
                 continue
-            if not good.any():
+            if not good:
                 return np.zeros(high - low, np.bool_)
-            first, end, sums = self._tally(strip, base, good, low, high)
-            result &= sums[end] - sums[first] == end - first
+            state = self._state[first:end]
+            marked = (state == MAPPED) | (state == COMING) if coming else state == MAPPED
+            begins, ends, sums = self._tally(strip, first, marked, low, high)
+            result &= sums[ends] - sums[begins] == ends - begins
         return result
 
     def barred_under(self, low: int, high: int) -> Mask:
         """Of blocks [low, high): whether each touches a granule that leaves or is blocked."""
         result: Mask = np.zeros(high - low, np.bool_)
-        for strip, base, state in self._states_under(low, high):
-            barred = state >= LEAVING
-            if barred.any():
-                first, end, sums = self._tally(strip, base, barred, low, high)
-                result |= sums[end] > sums[first]
+        count = self._bytes.count
+        for strip, (first, end) in self._runs_under(low, high):
+            if count(LEAVING, first, end) or count(BLOCKED, first, end):
+                barred = self._state[first:end] >= LEAVING
+                begins, ends, sums = self._tally(strip, first, barred, low, high)
+                result |= sums[ends] > sums[begins]
         return result
 
     def mapped_granules(self) -> Mask:
@@ -76,13 +83,9 @@ class Extents:
         mapped: Mask = self._state == MAPPED
         return mapped
 
-    def _states_under(
-        self, low: int, high: int
-    ) -> Iterator[tuple[Strip, int, npt.NDArray[np.int8]]]:
-        """Of each strip: the number of the first granule under the blocks, and all their states."""
-        runs = self.geometry.granule_runs(low, high)
-        for strip, (first, end) in zip(self.geometry.strips, runs, strict=True):
-            yield strip, first, self._state[first:end]
+    def _runs_under(self, low: int, high: int) -> Iterator[tuple[Strip, tuple[int, int]]]:
+        """Of each strip: the granules [first, end) under the blocks."""
+        return zip(self.geometry.strips, self.geometry.granule_runs(low, high), strict=True)
 
     def _tally(
         self, strip: Strip, base: int, marked: Mask, low: int, high: int
@@ -101,8 +104,10 @@ class Extents:
         )
         extents: list[Run] = []
         for first, last in touched:
-            bare = self._state[first:last] == NONE
-            runs = [Run(first, last - first)] if bare.all() else runs_of(bare, first)
+            if self._bytes.count(NONE, first, last) == last - first:
+                runs = [Run(first, last - first)]
+            else:
+                runs = runs_of(self._state[first:last] == NONE, first)
             for run in runs:
                 extents += cut(run, self._cap)
         return Growth(tuple(extents), sum(run.granules for run in extents))
@@ -159,8 +164,9 @@ class Extents:
             part[part == NONE] = BLOCKED
 
     def _move(self, runs: Iterable[Run], old: int, new: int) -> None:
+        states = self._bytes
         for first, count in runs:
-            part = self._state[first : first + count]
+            end = first + count
             assert count > 0
-            assert np.all(part == old), f"granules {first}..{first + count} are not all {old}"
-            part[:] = new
+            assert states.count(old, first, end) == count, f"granules {first}..{end} are not {old}"
+            states[first:end] = _FILL[new] * count
