@@ -68,9 +68,9 @@ class FaultyDevice:
         self._step("release")
         self.device.release(handle)
 
-    def zero(self, address: int, size_bytes: int) -> None:
+    def zero(self, runs) -> None:
         self._step("zero")
-        self.device.zero(address, size_bytes)
+        self.device.zero(runs)
 
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
         self._step("copy")

@@ -109,8 +109,9 @@ class PaperDevice:
         contents, offset = self._at(address)
         return contents.get(offset, GARBAGE)
 
-    def zero(self, address: int, size_bytes: int) -> None:
-        for at in range(address, address + size_bytes, GRANULE):
+    def zero(self, runs) -> None:
+        granules = [at for start, size in runs for at in range(start, start + size, GRANULE)]
+        for at in granules:
             contents, offset = self._at(at)
             for key in [k for k in contents if offset <= k < offset + GRANULE]:
                 del contents[key]

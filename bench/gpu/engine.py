@@ -221,8 +221,9 @@ class Engine:
 
         def execute_model(*args: Any, **kwargs: Any) -> Any:
             endpoint = worker.kvtide
-            for offset, size in endpoint.memory.places:
-                endpoint.memory.device.zero(endpoint.memory.arena.address + offset, size)
+            memory = endpoint.memory
+            base = memory.arena.address
+            memory.device.zero([(base + offset, size) for offset, size in memory.places])
             return native(runner, *args, **kwargs)
 
         if on:

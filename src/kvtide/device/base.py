@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,8 +87,11 @@ class Device(Protocol):
     def release(self, handle: Handle) -> None:
         """Give physical memory back; it has left the process when this returns."""
 
-    def zero(self, address: int, size_bytes: int) -> None:
-        """Fill mapped memory with zeros, in order with the engine's own work on the device."""
+    def zero(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Fill mapped memory with zeros, in order with the engine's own work on the device.
+
+        `runs` are (address, size in bytes).
+        """
 
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
         """Copy mapped memory, in order with the engine's own work on the device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -172,10 +172,13 @@ class CudaDevice:
         self._call(self._api.cuMemRelease, handle.token)
         self._created.discard(handle.token)
 
-    def zero(self, address: int, size_bytes: int) -> None:
+    def zero(self, runs: Sequence[tuple[int, int]]) -> None:
         """Fill mapped memory with zeros, in the order of the stream."""
+        memset, stream = self._api.cuMemsetD8Async, self._stream
         with self._current():
-            self._call(self._api.cuMemsetD8Async, address, 0, size_bytes, self._stream)
+            for address, size_bytes in runs:
+                (status,) = memset(address, 0, size_bytes, stream)
+                self._driver.check("cuMemsetD8Async", status)
 
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
         """Copy mapped memory, in the order of the stream."""

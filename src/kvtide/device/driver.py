@@ -32,6 +32,7 @@ class Driver:
             raise DeviceError(
                 f"a GPU needs the CUDA bindings ({error}): pip install 'kvtide[cuda]'"
             ) from error
+        self._success = self.api.CUresult.CUDA_SUCCESS
         try:
             self.call(self.api.cuInit, 0)
         except RuntimeError as error:
@@ -55,7 +56,7 @@ class Driver:
 
     def check(self, name: str, status: Any) -> None:
         """Raise if a call of this name did not succeed."""
-        if status != self.api.CUresult.CUDA_SUCCESS:
+        if status != self._success:
             raise DeviceError(f"{name} failed: {self._explain(status)}")
 
     def _explain(self, status: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 from kvtide.device import census, libc
 from kvtide.device.base import DeviceInfo, Fence, Handle
@@ -148,9 +149,10 @@ class HostDevice:
         del self._places[handle.token]
         self._held_bytes -= handle.size_bytes
 
-    def zero(self, address: int, size_bytes: int) -> None:
+    def zero(self, runs: Sequence[tuple[int, int]]) -> None:
         """Fill mapped memory with zeros."""
-        ctypes.memset(address, 0, size_bytes)
+        for address, size_bytes in runs:
+            ctypes.memset(address, 0, size_bytes)
 
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
         """Copy mapped memory; the ranges may overlap."""

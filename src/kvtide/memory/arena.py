@@ -105,8 +105,7 @@ class Arena:
                 self._backing.map(self.address + span.offset_bytes, handle, change)
                 handles.append(handle)
             if not self.device.info.creates_zeros:
-                for address, size_bytes in runs:
-                    self.device.zero(address, size_bytes)
+                self.device.zero(runs)
             change.commit()
         for span, handle in zip(wanted, handles, strict=True):
             self._add(span.offset_bytes, handle)

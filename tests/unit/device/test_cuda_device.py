@@ -157,7 +157,7 @@ def test_a_mapping_that_cannot_be_undone_keeps_its_memory_counted(driver, device
 
 
 def test_work_is_queued_on_the_engines_stream_with_the_context_current(driver, device):
-    device.zero(1 << 40, 4 * MIB)
+    device.zero([(1 << 40, 4 * MIB)])
     device.set_stream(77)
     device.copy(3 << 40, 1 << 40, 2 * MIB)
     device.set_stream(0)
@@ -173,7 +173,7 @@ def test_work_is_queued_on_the_engines_stream_with_the_context_current(driver, d
 def test_a_failure_leaves_the_context_as_it_was(driver, device):
     driver.fail["cuMemsetD8Async"] = CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(DeviceError, match="cuMemsetD8Async"):
-        device.zero(1 << 40, 2 * MIB)
+        device.zero([(1 << 40, 2 * MIB)])
     assert driver.contexts == []
 
 

@@ -134,7 +134,7 @@ def test_contents_stay_with_the_handle_and_a_new_one_is_zero(device):
     device.map(address + 4 * MIB, handle)
     assert ctypes.string_at(address + 4 * MIB, 2 * MIB) == b"\x05" * (2 * MIB)
     device.copy(address, address + 4 * MIB, MIB)
-    device.zero(address + MIB, MIB)
+    device.zero([(address + MIB, MIB)])
     device.fence().wait()
     assert device.fence().passed()
     assert ctypes.string_at(address, 2 * MIB) == b"\x05" * MIB + b"\x00" * MIB
