@@ -80,8 +80,9 @@ class Tide:
         def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
             needed: int = original(*args, **kwargs)
             missing = needed - free_count()
-            if missing > 0 and direct:
-                memory.grow_for(missing, missing)
+            if missing > 0 and direct and time.monotonic() >= self._missed_at:
+                if not memory.grow_for(missing, missing):
+                    self._missed_at = time.monotonic() + self._probe_seconds
                 missing = needed - free_count()
             # The last check of a step stands: an earlier miss was mended by preemption.
             self._shortfall = max(0, missing)
