@@ -141,7 +141,22 @@ class Engine:
             disable_log_stats=False,
         )
         self.start_seconds = time.perf_counter() - start
+        self.steps: list[tuple[int, ...]] = []
+        self._trace_steps()
         self.vocabulary = MODELS[setup["model"]]["vocab_size"]
+
+    def _trace_steps(self) -> None:
+        """Note how many tokens of each request every step schedules: the batches."""
+        scheduler = self.core.scheduler
+        native = scheduler.schedule
+
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            output = native(*args, **kwargs)
+            if output.total_num_scheduled_tokens:
+                self.steps.append(tuple(output.num_scheduled_tokens.values()))
+            return output
+
+        scheduler.schedule = schedule
 
     @property
     def core(self) -> Any:
@@ -184,6 +199,7 @@ class Engine:
         sampling = SamplingParams(
             temperature=0, max_tokens=output, ignore_eos=True, detokenize=False
         )
+        self.steps.clear()
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -196,6 +212,8 @@ class Engine:
             "digests": digest,
             "distinct": len(set(digest)),
             "used_mib": self.used_mib(),
+            "steps": len(self.steps),
+            "batches": hashlib.sha256(repr(self.steps).encode()).hexdigest()[:12],
             "first": tokens[0][:8],
         }
 
