@@ -16,7 +16,7 @@ import numpy as np
 
 from faulty import FaultyDevice
 from kvtide.ledger import Account, DeviceSpec, Ledger, State
-from kvtide.pool import FreeBlocks, Geometry, Pool, Run, Strip
+from kvtide.pool import FreeBlocks, Geometry, Pool, Reclaim, Run, Strip
 from kvtide.ranks.elastic import ElasticMemory, Seat
 from kvtide.ranks.endpoint import Endpoint
 from kvtide.ranks.links import DirectLink, Link
@@ -234,7 +234,8 @@ class Engine:
         )
         self.memory.show(State.RUNNING)
         self.stamps: dict[int, int] = {}
-        self.steps = self.misses = 0
+        self.steps = self.misses = self.splits = self.staged = 0
+        self._watch_splits()
         self._fresh: list[int] = []
         self._leaving: deque[tuple[int, list[int], bool]] = deque()
 
@@ -266,6 +267,17 @@ class Engine:
 
         device.before_create = before_create
         return Rank(number, geometry, rank_memory, endpoint, device, faults, account)
+
+    def _watch_splits(self) -> None:
+        shrink = self.memory.changes.shrink
+
+        def counted(reclaim: Reclaim, *args: object, **kwargs: object) -> None:
+            splits = [s for shrink in reclaim.shrinks for s in shrink.splits]
+            self.splits += len(splits)
+            self.staged += sum(bool(s.staging) for s in splits)
+            shrink(reclaim, *args, **kwargs)  # type: ignore[arg-type]
+
+        self.memory.changes.shrink = counted  # type: ignore[method-assign, assignment]
 
     # What an engine does -------------------------------------------------------------------------
 

@@ -190,6 +190,20 @@ class Arena:
         self._drop_scratch(scratch, span.size_bytes)
         return True
 
+    def lift(self, extent: Span) -> bool:
+        """Release one whole extent, or else leave it as it was; whether it is gone.
+
+        Raises
+        ------
+        DeviceError
+            It is unmapped, and could neither be released nor mapped again.
+        """
+        handle = self._remove(extent.offset_bytes)
+        if self._backing.take_back(self.address + extent.offset_bytes, handle):
+            return True
+        self._add(extent.offset_bytes, handle)
+        return False
+
     def retry_quarantined(self) -> int:
         """Try again to take back what is quarantined.
 

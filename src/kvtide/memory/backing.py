@@ -93,6 +93,33 @@ class Backing:
             _log.warning("%d bytes are not released: %s", handle.size_bytes, error)
             self.quarantine(handle)
 
+    def take_back(self, address: int, handle: Handle) -> bool:
+        """Unmap and release, or else leave it where it is; whether it is gone.
+
+        Raises
+        ------
+        DeviceError
+            It was unmapped, and could neither be released nor mapped again.
+        """
+        try:
+            self.device.unmap(address, handle)
+        except DeviceError as error:
+            _log.warning("%d bytes stay mapped: %s", handle.size_bytes, error)
+            return False
+        self._meter.released(handle.size_bytes)
+        try:
+            self.device.release(handle)
+        except DeviceError as error:
+            self._meter.created(handle.size_bytes)
+            _log.warning("%d bytes are not released: %s", handle.size_bytes, error)
+            try:
+                self.device.map(address, handle)
+            except DeviceError:
+                self.quarantine(handle)
+                raise
+            return False
+        return True
+
     def quarantine(self, handle: Handle) -> None:
         """Set memory aside that nothing uses any more and that may still be mapped somewhere."""
         self._quarantine.add(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -11,6 +12,8 @@ from kvtide.memory.extents import Span
 from kvtide.units import format_size
 
 __all__ = ["split_by_way_of"]
+
+_log = logging.getLogger(__name__)
 
 _TRIES = 100
 _PAUSE_SECONDS = 0.02
@@ -37,7 +40,8 @@ def split_by_way_of(arena: Arena, span: Span, keep: Sequence[Span], staging: Seq
     Returns
     -------
     bool
-        False when the contents could not be copied: nothing has changed then.
+        False when the contents could not be copied, or the extent not be released: nothing has
+        changed then.
 
     Raises
     ------
@@ -55,9 +59,9 @@ def split_by_way_of(arena: Arena, span: Span, keep: Sequence[Span], staging: Seq
         device.fence().wait()
     except DeviceError:
         return False
-    stuck_bytes = arena.quarantined_bytes
-    arena.shrink([span])
-    if arena.quarantined_bytes > stuck_bytes or not _regrow(arena, keep):
+    if not arena.lift(span):
+        return False
+    if not _regrow(arena, keep):
         raise DeviceError(
             f"{format_size(len(kept) * size)} of KV cache in use had to be moved, and the device "
             "has no memory for them any more: another process took it; see `kvtide doctor` for "
@@ -71,7 +75,10 @@ def split_by_way_of(arena: Arena, span: Span, keep: Sequence[Span], staging: Seq
 
 def _regrow(arena: Arena, keep: Sequence[Span]) -> bool:
     for _ in range(_TRIES):
-        if arena.grow(keep):
-            return True
+        try:
+            if arena.grow(keep):
+                return True
+        except DeviceError as error:
+            _log.warning("what an extent keeps is not mapped yet: %s", error)
         time.sleep(_PAUSE_SECONDS)
     return False

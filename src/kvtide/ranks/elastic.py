@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from kvtide.ledger import PoolFigures, Refusal, State
+from kvtide.observe.tally import Cause, Kind
 from kvtide.pool import Block, Growth, Pool, Standing
 from kvtide.pool.plans import Run
 from kvtide.ranks.changes import Changes, Circulation
 from kvtide.ranks.giving import Giving
+from kvtide.ranks.journal import Journal, refusal_cause
 from kvtide.ranks.patience import Backoff, Surplus
 from kvtide.ranks.ranks import Ranks
 from kvtide.ranks.seat import Seat, Wish
@@ -66,13 +68,14 @@ class ElasticMemory(Generic[B]):
         self.ranks = ranks
         self.pool = pool
         self.circulation = circulation
-        self.changes = Changes(ranks, pool, circulation)
+        self._block_bytes = [shape.geometry.block_bytes for shape in pool.shapes]
+        self.journal = Journal(seats, ranks.members, self._block_bytes)
+        self.changes = Changes(ranks, pool, circulation, self.journal)
         self.giving = Giving(seats, ranks, pool, circulation, self.changes)
         self._wish = Wish(seats)
         self._clock = clock
         self._granule = pool.shapes[0].granularity_bytes
         self._ahead_bytes = min(_AHEAD_BYTES, extent_cap_bytes)
-        self._block_bytes = [shape.geometry.block_bytes for shape in pool.shapes]
         # What the null block lies in never goes.
         self._pinned_bytes = [0] * len(pool.shapes)
         self._backoff = Backoff()
@@ -85,6 +88,7 @@ class ElasticMemory(Generic[B]):
         """Take over what the ranks have mapped already, for block 0: the null block."""
         growths = [Growth(tuple(runs), sum(r.granules for r in runs)) for runs in runs_of_shape]
         self._pinned_bytes = [g.granules * self._granule for g in growths]
+        self.journal.note(Kind.GROW, Cause.START, self._pinned_bytes)
         self.pool.begin_growth(growths)
         (first, *others) = self.pool.confirm_growth(growths)
         assert first[0] == 0
@@ -122,9 +126,9 @@ class ElasticMemory(Generic[B]):
     def grow(self, blocks: int) -> bool:
         """Have at least so many more blocks come, and some ahead; False when it was refused."""
         generous = self._ahead_blocks
-        if generous > blocks and self._grow(generous) is None:
+        if generous > blocks and self._grow(generous, Cause.AHEAD) is None:
             return True
-        return self._grow(blocks) is None
+        return self._grow(blocks, Cause.AHEAD) is None
 
     def grow_for(self, blocks: int, desired: int) -> bool:
         """Have `desired` more blocks come, or at least the `blocks` without which nothing goes on.
@@ -143,12 +147,15 @@ class ElasticMemory(Generic[B]):
             # Every block there may ever be is backed: the engine has to make do with them.
             self.end_wish()
             return False
-        refusal = self._grow(desired) if desired > blocks else None
+        refusal = self._grow(desired, Cause.NEED) if desired > blocks else None
         if desired <= blocks or refusal is not None:
-            refusal = self._grow(blocks)
+            refusal = self._grow(blocks, Cause.NEED)
         if refusal is None:
             return True
         self.refusals += 1
+        self.journal.note(
+            Kind.MISS, refusal_cause(refusal), [blocks * b for b in self._block_bytes]
+        )
         self._wish_for(desired)
         if refusal.sample_is_stale and not self.ranks.pending:
             self.ranks.sample(len(self.pool.shapes))
@@ -163,7 +170,7 @@ class ElasticMemory(Generic[B]):
         ahead_bytes = max(self._ahead_bytes, self.pool.mapped_bytes // _AHEAD_SHARE)
         return ahead_bytes // sum(self._block_bytes)
 
-    def _grow(self, blocks: int) -> Refusal | None:
+    def _grow(self, blocks: int, cause: int) -> Refusal | None:
         if not self._backoff.ready(self._clock()):
             return Refusal("budget", asked_bytes=0, available_bytes=0, sample_is_stale=False)
         growths = self.pool.plan_growth(blocks)
@@ -172,9 +179,10 @@ class ElasticMemory(Generic[B]):
         bytes_of_shape = [g.granules * self._granule for g in growths]
         refusal = self.ranks.grant(bytes_of_shape)
         if refusal is not None:
+            self.journal.note(Kind.REFUSE, refusal_cause(refusal), bytes_of_shape)
             return refusal
         before = self.changes.refused
-        self.changes.grow(growths)
+        self.changes.grow(growths, cause)
         self._surplus.forget()
         if self.ranks.direct:
             self.settle()
@@ -184,15 +192,19 @@ class ElasticMemory(Generic[B]):
 
     def _wish_for(self, blocks: int) -> None:
         growths = self.pool.plan_growth(blocks)
-        assert growths is not None
+        if growths is None:
+            # All that is left is stuck in a device, or being undone.
+            return
         of_device = dict.fromkeys(self.seats, 0)
         for m in self.ranks.members:
             of_device[m.device_uuid] += growths[m.shape].granules * self._granule
         self._wish.make(of_device)
+        self.journal.waits(of_device)
 
     def end_wish(self) -> None:
         """What was wished for is no longer needed, or has come."""
         self._wish.end()
+        self.journal.resumes()
 
     # Giving back -------------------------------------------------------------------------------
 
@@ -292,3 +304,4 @@ class ElasticMemory(Generic[B]):
     def close(self) -> None:
         """Let go of the ranks."""
         self.ranks.close()
+        self.journal.close()

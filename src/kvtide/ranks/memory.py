@@ -12,6 +12,8 @@ from kvtide.ledger import Account
 from kvtide.memory.arena import Arena
 from kvtide.memory.carrying import split_by_way_of
 from kvtide.memory.extents import Span
+from kvtide.observe.tally import Cause, Kind, Tally
+from kvtide.observe.timed import TimedDevice
 from kvtide.ranks.messages import Answer, Grow, Order, Place, Sample, Shrink
 
 __all__ = ["RankMemory"]
@@ -29,8 +31,15 @@ class RankMemory:
     def __init__(self, device: Device, arena_bytes: int, account: Account) -> None:
         self.device = device
         self.account = account
-        self.arena = Arena(device, arena_bytes, account)
+        self._timed = TimedDevice(device)
+        self._tally: Tally | None = None
+        self.arena = Arena(self._timed, arena_bytes, account)
         self._leaving: deque[tuple[Fence, Shrink]] = deque()
+
+    def watch(self, tally: Tally) -> None:
+        """Count into this tally from now on; it is closed with this."""
+        self._tally = tally
+        self._timed.time_into(tally)
 
     @property
     def leaving(self) -> bool:
@@ -106,8 +115,8 @@ class RankMemory:
         stuck_before = self.arena.quarantined_bytes
         self.arena.shrink([Span(*place) for place in order.extents])
         kept = list(order.splits)
-        # What one split frees carries the next: when one cannot be made, none after it is.
-        while kept and self._split(*kept[0]):
+        # What goes carries the splits after it: where something has not gone, none is made.
+        while kept and self.arena.quarantined_bytes == stuck_before and self._split(*kept[0]):
             del kept[0]
         whole = tuple(place[0] for place, _, _ in kept)
         return self._answer(order.sequence, stuck_before, kept=whole)
@@ -122,6 +131,8 @@ class RankMemory:
         self, sequence: int, stuck_before: int, *, done: bool = True, kept: tuple[int, ...] = ()
     ) -> Answer:
         stuck_bytes = self.arena.quarantined_bytes - stuck_before
+        if stuck_bytes and self._tally is not None:
+            self._tally.note(Kind.QUARANTINE, Cause.DEVICE, stuck_bytes)
         blocked = self._blocked() if stuck_bytes else ()
         return Answer(sequence, done, kept, stuck_bytes, blocked)
 
@@ -138,3 +149,5 @@ class RankMemory:
         """Give everything back."""
         self.settle()
         self.arena.close()
+        if self._tally is not None:
+            self._tally.close()
