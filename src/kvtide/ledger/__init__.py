@@ -13,11 +13,14 @@ from kvtide.ledger.records import (
     Refusal,
     Snapshot,
     State,
+    Terms,
 )
+from kvtide.ledger.sharing import Demand
 from kvtide.ledger.wake import Waker
 
 __all__ = [
     "Account",
+    "Demand",
     "DeviceSpec",
     "Granted",
     "Instance",
@@ -29,5 +32,6 @@ __all__ = [
     "Refusal",
     "Snapshot",
     "State",
+    "Terms",
     "Waker",
 ]

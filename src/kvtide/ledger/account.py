@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 from kvtide.errors import LedgerError
 from kvtide.ledger import layout as w
-from kvtide.ledger.holdings import waiting
+from kvtide.ledger.holdings import headroom_now, set_aside_now, waiting
 from kvtide.ledger.policy import judge
 from kvtide.ledger.records import Granted, PoolFigures, Refusal
 from kvtide.ledger.retirement import remove_pool
-from kvtide.ledger.sampling import draw_ticket, is_stale, publish_sample
+from kvtide.ledger.sampling import is_stale, take_sample
 from kvtide.units import format_size
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Account"]
 
-_SAMPLE_TRIES: Final = 3
 _STEP: Final = w.RECORD_WORDS
 _CHARGES_AT: Final = w.POOLS_AT + w.P_CHARGE
 _OWNERS_AT: Final = w.POOLS_AT + w.P_INSTANCE
@@ -100,12 +99,17 @@ class Account:
                 mine = self._instance
                 owners = words[_OWNERS_AT:end:_STEP].tolist()
                 own_bytes = sum(c for c, o in zip(charges, owners, strict=True) if o == mine)
+            withheld_bytes = headroom_now(words)
+            withheld_bytes += set_aside_now(
+                words, self._instance, asked_bytes, budget_bytes - withheld_bytes
+            )
             verdict = judge(
                 asked_bytes,
                 budget_bytes=budget_bytes,
                 charged_bytes=charged_bytes,
                 limit_bytes=limit_bytes,
                 instance_charged_bytes=own_bytes,
+                withheld_bytes=withheld_bytes,
             )
             if verdict.reason is None:
                 words[self._charge] += asked_bytes
@@ -183,38 +187,11 @@ class Account:
     def sample(self) -> bool:
         """Measure free memory and publish the budget; whether the budget is as new as this call.
 
-        Who has died is retired first: what a dead pool held may be free already and still be
-        counted as held. A pool that ends or dies meanwhile makes the sample worthless; then it is
-        taken again, three times at most. False too when the ledger is busy.
+        False when the ledger is busy, or pools kept ending meanwhile.
         """
         self._own_words()
         assert self._sampler is not None
-        file, words, ledger = self._file, self._words, self._ledger
-        for _ in range(_SAMPLE_TRIES):
-            ledger.end_dead()
-            try:
-                if not file.begin():
-                    return False
-                ticket = draw_ticket(words)
-            finally:
-                file.end()
-            free_bytes = self._sampler()
-            waits: list[tuple[int, int]] = []
-            try:
-                if not file.begin():
-                    return False
-                if not all(file.is_leased(w.pool_at(slot)) for slot in ticket.pools):
-                    continue
-                outcome = publish_sample(words, ticket, free_bytes)
-                if outcome.rose:
-                    waits = waiting(words, None)
-            finally:
-                file.end()
-            if waits:
-                ledger.bell.ring(waits)
-            if outcome.settled:
-                return True
-        return False
+        return take_sample(self._ledger, self._sampler)
 
     def publish(self, figures: PoolFigures) -> None:
         """Tell the others about the pool; from one process and thread. Takes no lock."""

@@ -2,53 +2,124 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from typing import Final
+
 from kvtide.ledger import layout as w
-from kvtide.ledger.policy import Holding, demands
+from kvtide.ledger.policy import Holding, set_aside
 from kvtide.ledger.retirement import live_instances, live_pools
+from kvtide.ledger.sharing import Demand, demands
 
-__all__ = ["anybody_wishes", "demands_now", "waiting"]
+__all__ = [
+    "anybody_needs",
+    "demands_now",
+    "headroom_now",
+    "holding_of",
+    "is_silent",
+    "set_aside_now",
+    "waiting",
+]
+
+SILENT_NS: Final = 500_000_000
+RIPE_NS: Final = 2_000_000_000
+# A waiter looks again every 4 s at the most, and repeats its wish then.
+STALE_NS: Final = 10_000_000_000
 
 
-def _wishes(words: memoryview) -> list[int]:
+def _column(words: memoryview, word: int) -> list[int]:
+    """One word of all instance records, by slot. Ended records have zeros that matter nowhere."""
     end = w.instance_at(words[w.H_INSTANCES_HIGH])
-    return words[w.INSTANCES_AT + w.I_WISH : end : w.RECORD_WORDS].tolist()
+    return words[w.INSTANCES_AT + word : end : w.RECORD_WORDS].tolist()
 
 
-def anybody_wishes(words: memoryview) -> bool:
-    """Whether any instance has an unmet need registered."""
-    return any(_wishes(words))
+def anybody_needs(words: memoryview) -> bool:
+    """Whether any instance has an unmet wish, is loading, or wants headroom."""
+    return any(any(_column(words, word)) for word in (w.I_WISH, w.I_RESERVED, w.I_HEADROOM))
+
+
+def headroom_now(words: memoryview) -> int:
+    """What all instances together want left unclaimed."""
+    return sum(_column(words, w.I_HEADROOM))
 
 
 def waiting(words: memoryview, but: int | None) -> list[tuple[int, int]]:
-    """Instances that wish, but one, the oldest wish first: slot and generation."""
-    wishes = _wishes(words)
+    """Instances that wish, but one, by priority and then the oldest first: slot and generation."""
+    wishes = _column(words, w.I_WISH)
     if not any(wishes):
         return []
     slots = [slot for slot, wish in enumerate(wishes) if wish and slot != but]
-    slots.sort(key=lambda slot: words[w.instance_at(slot) + w.I_WISH_SINCE_NS])
-    return [(slot, words[w.instance_at(slot)]) for slot in slots]
+
+    def order(slot: int) -> tuple[int, int]:
+        at = w.instance_at(slot)
+        return -words[at + w.I_PRIORITY], words[at + w.I_WISH_SINCE_NS]
+
+    return [(slot, words[w.instance_at(slot)]) for slot in sorted(slots, key=order)]
 
 
-def demands_now(words: memoryview) -> dict[int, int]:
-    """What each instance should begin to give back, by slot, as `policy.demands` has it."""
+def is_silent(words: memoryview, at: int, now_ns: int) -> bool:
+    """Whether the instance whose record is at a word was called and has not answered in time."""
+    called_ns: int = words[at + w.I_CALLED_NS]
+    return called_ns > words[at + w.I_ANSWERED_NS] and now_ns - called_ns > SILENT_NS
+
+
+def holding_of(words: memoryview, slot: int, pools: Sequence[int], now_ns: int) -> Holding:
+    """One instance, with its pools' slots."""
+    at = w.instance_at(slot)
+    own = [w.pool_at(p) for p in pools]
+    limit_bytes, wish_bytes = words[at + w.I_LIMIT], words[at + w.I_WISH]
+    trims = words[at + w.I_TRIM_ASKED] != words[at + w.I_TRIM_DONE]
+    return Holding(
+        slot=slot,
+        charged_bytes=sum(words[p + w.P_CHARGE] for p in own),
+        limit_bytes=None if limit_bytes == w.NONE else limit_bytes,
+        idle_bytes=sum(words[p + w.P_IDLE] for p in own),
+        releasing_bytes=sum(words[p + w.P_RELEASING] for p in own),
+        wish_bytes=wish_bytes,
+        wish_since_ns=words[at + w.I_WISH_SINCE_NS],
+        least_bytes=words[at + w.I_WISH_LEAST],
+        wish_is_ripe=now_ns - words[at + w.I_WISH_SINCE_NS] > RIPE_NS,
+        wish_is_stale=now_ns - words[at + w.I_WISH_SEEN_NS] > STALE_NS,
+        pinned_bytes=sum(words[p + w.P_PINNED] + words[p + w.P_QUARANTINED] for p in own),
+        min_bytes=words[at + w.I_MIN],
+        priority=words[at + w.I_PRIORITY],
+        headroom_bytes=words[at + w.I_HEADROOM],
+        loading_bytes=max(0, words[at + w.I_RESERVED] - words[at + w.I_LOADED]),
+        loading_since_ns=words[at + w.I_RESERVED_NS],
+        trim_to_bytes=words[at + w.I_TRIM_TO] if trims else None,
+        trims_running=trims and bool(words[at + w.I_TRIM_RUNNING]),
+        silent=is_silent(words, at, now_ns),
+    )
+
+
+def demands_now(words: memoryview) -> dict[int, Demand]:
+    """What each instance should begin to give back, by slot, as `sharing.demands` has it."""
     pools: dict[int, list[int]] = {}
     for slot in live_pools(words):
-        pools.setdefault(words[w.pool_at(slot) + w.P_INSTANCE], []).append(w.pool_at(slot))
-    holdings = []
-    for slot in live_instances(words):
-        at, own = w.instance_at(slot), pools.get(slot, [])
-        limit_bytes = words[at + w.I_LIMIT]
-        holdings.append(
-            Holding(
-                slot=slot,
-                charged_bytes=sum(words[p + w.P_CHARGE] for p in own),
-                limit_bytes=None if limit_bytes == w.NONE else limit_bytes,
-                idle_bytes=sum(words[p + w.P_IDLE] for p in own),
-                releasing_bytes=sum(words[p + w.P_RELEASING] for p in own),
-                wish_bytes=words[at + w.I_WISH],
-                wish_since_ns=words[at + w.I_WISH_SINCE_NS],
-            )
-        )
+        pools.setdefault(words[w.pool_at(slot) + w.P_INSTANCE], []).append(slot)
+    now_ns = time.monotonic_ns()
     return demands(
-        holdings, budget_bytes=words[w.H_BUDGET], granularity_bytes=words[w.H_GRANULARITY]
+        [holding_of(words, s, pools.get(s, ()), now_ns) for s in live_instances(words)],
+        budget_bytes=words[w.H_BUDGET],
+        granularity_bytes=words[w.H_GRANULARITY],
     )
+
+
+def set_aside_now(words: memoryview, slot: int, asked_bytes: int, lendable_bytes: int) -> int:
+    """What a grant to an instance must leave to those who wait and come before it.
+
+    `lendable_bytes` is the budget less headroom. For the lock's holder; cheap unless others wish.
+    """
+    wishes = _column(words, w.I_WISH)
+    others = [s for s, wish in enumerate(wishes) if wish and s != slot]
+    if not others:
+        return 0
+    pools: dict[int, list[int]] = {}
+    pinned_bytes = 0
+    for pool in live_pools(words):
+        at = w.pool_at(pool)
+        pools.setdefault(words[at + w.P_INSTANCE], []).append(pool)
+        pinned_bytes += words[at + w.P_PINNED] + words[at + w.P_QUARANTINED]
+    now_ns = time.monotonic_ns()
+    asker, *wishers = (holding_of(words, s, pools.get(s, ()), now_ns) for s in (slot, *others))
+    return set_aside(asked_bytes, asker, wishers, lendable_bytes=lendable_bytes - pinned_bytes)

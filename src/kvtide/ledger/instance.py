@@ -9,7 +9,8 @@ from kvtide.errors import LedgerError
 from kvtide.ledger import layout as w
 from kvtide.ledger.holdings import demands_now
 from kvtide.ledger.reading import STATES
-from kvtide.ledger.records import State
+from kvtide.ledger.records import NON_KV_SOURCES, State
+from kvtide.ledger.retirement import live_pools
 from kvtide.ledger.wake import Waker
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Instance:
 
     @property
     def limit_revision(self) -> int:
-        """How many times the limit was set."""
+        """How many times the limit and the other terms were set."""
         revision: int = self._own_words()[self._at + w.I_REVISION]
         return revision
 
@@ -65,11 +66,61 @@ class Instance:
         """Tell observers what the instance does."""
         self._own_words()[self._at + w.I_STATE] = STATES.index(state)
 
-    def wish(self, size_bytes: int) -> None:
+    def wish(self, size_bytes: int, *, least_bytes: int = 0, until_ns: int = 0) -> None:
         """Register an unmet need, beyond what the instance holds idle itself, or clear it with 0.
 
         Every call with a size wakes the holders who should give something now; the place in the
-        queue is that of the first call since the last 0.
+        queue is that of the first call since the last 0. Repeat it every few seconds: who does not
+        for 10 s holds nobody up any more.
+
+        Parameters
+        ----------
+        size_bytes
+            All that could be used at once.
+        least_bytes
+            The part without which nothing goes on; 0: all of it.
+        until_ns
+            For observers: when the waiting ends, in monotonic time; 0: never.
+
+        Raises
+        ------
+        ValueError
+            A size is negative or no 64-bit number.
+        """
+        if not 0 <= least_bytes <= size_bytes < 1 << 62:
+            raise ValueError(f"cannot wish for {size_bytes} bytes, {least_bytes} at least")
+        words, at = self._own_words(), self._at
+        if size_bytes == 0:
+            words[at + w.I_WISH] = 0
+            return
+        now_ns = time.monotonic_ns()
+        if words[at + w.I_WISH] == 0:
+            words[at + w.I_WISH_SINCE_NS] = now_ns
+        words[at + w.I_WISH_SEEN_NS] = now_ns
+        words[at + w.I_WISH_LEAST] = least_bytes or size_bytes
+        words[at + w.I_DEADLINE_NS] = until_ns
+        words[at + w.I_WISH] = size_bytes
+        self._call_holders()
+
+    def _call_holders(self) -> None:
+        # What is needed was stored before the holders' figures are read, as they publish before
+        # they ask for demands: at least one of the two sees the other.
+        words, called, now_ns = self._file.words, [], time.monotonic_ns()
+        for slot in demands_now(words):
+            at = w.instance_at(slot)
+            if slot != self.slot:
+                called.append((slot, words[at]))
+                if words[at + w.I_CALLED_NS] <= words[at + w.I_ANSWERED_NS]:
+                    words[at + w.I_CALLED_NS] = now_ns
+        self._ledger.bell.ring(called)
+
+    # ---- what it loads beside its pools ----
+
+    def reserve(self, size_bytes: int) -> None:
+        """Announce memory that the engine is about to take beside its pools; adds up.
+
+        From here on nobody is granted it, and who holds idle memory is called to make room. It is
+        no charge: it comes off the budget until it is loaded, and the samples find it after that.
 
         Raises
         ------
@@ -77,19 +128,46 @@ class Instance:
             The size is negative or no 64-bit number.
         """
         if not 0 <= size_bytes < 1 << 62:
-            raise ValueError(f"cannot wish for {size_bytes} bytes")
-        words, at = self._own_words(), self._at
-        if size_bytes == 0:
-            words[at + w.I_WISH] = 0
-            return
-        if words[at + w.I_WISH] == 0:
-            words[at + w.I_WISH_SINCE_NS] = time.monotonic_ns()
-        words[at + w.I_WISH] = size_bytes
-        # Stored before the holders' figures are read, as they publish before they ask for demands:
-        # at least one of the two sees the other.
-        self._ledger.bell.ring(
-            (slot, words[w.instance_at(slot)]) for slot in demands_now(words) if slot != self.slot
-        )
+            raise ValueError(f"cannot reserve {size_bytes} bytes")
+        self._own_words()
+        with self._file.change() as words:
+            at = self._at
+            if words[at + w.I_RESERVED] == 0:
+                words[at + w.I_RESERVED_NS] = time.monotonic_ns()
+            # The budget first: dying in between leaves it too low, which the next sample mends.
+            words[w.H_BUDGET] -= size_bytes
+            words[at + w.I_RESERVED] += size_bytes
+        self._call_holders()
+
+    def loaded(self, size_bytes: int) -> None:
+        """So much more of what was reserved is taken by now; say so after it is taken."""
+        self._own_words()
+        with self._file.change() as words:
+            words[self._at + w.I_LOADED] += size_bytes
+
+    def measured(self, non_kv_bytes: int, source: str) -> None:
+        """All is loaded: what the instance holds beside its pools; the reservation is over.
+
+        `source` is one of `records.NON_KV_SOURCES`. What was reserved beyond it is to be had as
+        soon as somebody samples.
+        """
+        self._own_words()
+        with self._file.change() as words:
+            at = self._at
+            words[at + w.I_RESERVED] = 0
+            words[at + w.I_LOADED] = 0
+            words[at + w.I_NON_KV] = non_kv_bytes
+            words[at + w.I_NON_KV_SOURCE] = NON_KV_SOURCES.index(source)
+
+    @property
+    def room_bytes(self) -> int:
+        """What the budget has left; below zero while what is reserved has to be made room for."""
+        words = self._own_words()
+        charged_bytes = sum(words[w.pool_at(s) + w.P_CHARGE] for s in live_pools(words))
+        room_bytes: int = words[w.H_BUDGET] - charged_bytes
+        return room_bytes
+
+    # ---- being woken, and the end ----
 
     def waker(self) -> Waker:
         """Bind the socket at which this instance is woken; in the scheduler's process, once."""

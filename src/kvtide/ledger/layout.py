@@ -58,15 +58,23 @@ I_LIMIT: Final = 3
 I_REVISION: Final = 4
 I_WISH: Final = 5
 I_WISH_SINCE_NS: Final = 6
-# Kept for what steers and explains instances later; zero today.
+I_ANSWERED_NS: Final = 7  # monotonic, when its scheduler last looked what is demanded of it
 I_MIN: Final = 8
 I_PRIORITY: Final = 9
 I_HEADROOM: Final = 10
-I_RESERVED: Final = 11
-I_RESERVED_LOADED: Final = 12
-I_NON_KV: Final = 13
-I_NON_KV_SOURCE: Final = 14
-I_DEADLINE_NS: Final = 15
+I_RESERVED: Final = 11  # bytes that it is about to load; never a charge
+I_LOADED: Final = 12  # of these, loaded by now
+I_NON_KV: Final = 13  # what it holds apart from its pools, measured after its start
+I_NON_KV_SOURCE: Final = 14  # by what; see records.NON_KV_SOURCES
+I_DEADLINE_NS: Final = 15  # monotonic, until when its wish waits; 0 = for ever
+I_CALLED_NS: Final = 16  # monotonic, the first call to give since it answered
+I_WISH_LEAST: Final = 17
+I_WISH_SEEN_NS: Final = 18  # monotonic, when the wish was last repeated
+I_RESERVED_NS: Final = 19  # monotonic, since when it reserves
+I_TRIM_ASKED: Final = 20  # counts requests to trim
+I_TRIM_DONE: Final = 21  # the last one that was carried out
+I_TRIM_TO: Final = 22
+I_TRIM_RUNNING: Final = 23  # 1: running requests give too
 I_NAME: Final = 32
 
 # Pool record, from its first word.

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvtide.errors import LedgerError, StaleRevisionError, UsageError
+from kvtide.errors import LedgerError
 from kvtide.ledger import layout as w
 from kvtide.ledger.account import Account
 from kvtide.ledger.creation import spec_of
 from kvtide.ledger.directory import ledger_path, ledgers_in
 from kvtide.ledger.file import LedgerFile
-from kvtide.ledger.holdings import anybody_wishes, demands_now, waiting
+from kvtide.ledger.holdings import anybody_needs, demands_now, waiting
 from kvtide.ledger.instance import Instance
 from kvtide.ledger.reading import Observer, take_snapshot
-from kvtide.ledger.records import DeviceSpec, Snapshot
+from kvtide.ledger.records import DeviceSpec, Snapshot, Terms
 from kvtide.ledger.registration import add_instance, add_pool
-from kvtide.ledger.retirement import live_instances, pools_of, retire, suspects
+from kvtide.ledger.retirement import retire, suspects
+from kvtide.ledger.sharing import Demand
+from kvtide.ledger.steering import ask_to_trim, change_terms
 from kvtide.ledger.wake import Bell
-from kvtide.units import format_size
 
 __all__ = ["Ledger"]
 
@@ -57,7 +59,7 @@ class Ledger:
 
     @classmethod
     def attach(cls, path: Path) -> Ledger:
-        """Open a ledger that exists, to change limits or retire the dead. Raises as `open`."""
+        """Open a ledger that exists, to steer instances or retire the dead. Raises as `open`."""
         return cls(LedgerFile.attach(path))
 
     @staticmethod
@@ -82,8 +84,17 @@ class Ledger:
 
     # ---- taking part ----
 
-    def register(self, name: str, *, limit_bytes: int | None = None, explicit: bool) -> Instance:
-        """Become an instance, with its limit in force from the first byte; holds its lease.
+    def register(
+        self,
+        name: str,
+        *,
+        explicit: bool,
+        limit_bytes: int | None = None,
+        min_bytes: int = 0,
+        priority: int = 0,
+        headroom_bytes: int = 0,
+    ) -> Instance:
+        """Become an instance, with its terms in force from the first byte; holds its lease.
 
         A name whose owner has died but whose pools are still ending is waited for, 5 s at most.
         A default name (not explicit) that is taken gets `-2`, `-3`, and so on.
@@ -93,11 +104,13 @@ class Ledger:
         NameTakenError
             The explicit name is live.
         LedgerError
-            The ledger is full, or its device is not the one that it was opened for.
+            The ledger is full, its device is not the one that it was opened for, or the budget
+            does not back the min beside those of others.
         UsageError
-            The name or the limit cannot be one.
+            The name or the terms cannot be had.
         """
-        slot, generation = add_instance(self, name, limit_bytes, explicit=explicit)
+        terms = Terms(limit_bytes, min_bytes, priority, headroom_bytes)
+        slot, generation = add_instance(self, name, terms, explicit=explicit)
         return Instance(self, slot, generation, owner=True)
 
     def instance(self, key: str) -> Instance:
@@ -174,47 +187,28 @@ class Ledger:
             self._held[0].sample()
         return ended
 
-    def set_limit(self, name: str, limit_bytes: int | None, revision: int | None = None) -> int:
-        """Set an instance's ceiling and wake it; the new revision.
+    def set_terms(
+        self, name: str, change: Callable[[Terms], Terms], revision: int | None = None
+    ) -> tuple[Terms, int]:
+        """Set an instance's limit, min, priority and headroom from what they were, and wake it.
 
         `revision`, if given, is the one that the caller saw: if it is not the current one any more,
-        somebody else has changed the limit meanwhile.
-
-        Raises
-        ------
-        StaleRevisionError
-            The revision is not the current one.
-        LedgerError
-            No instance has this name.
-        UsageError
-            The limit is negative, or below what the instance can never give back.
+        somebody else has changed the terms meanwhile. Returns them as they are now with their
+        revision; raises as `steering.change_terms`.
         """
-        if limit_bytes is not None and not 0 <= limit_bytes < 1 << 62:
-            raise UsageError(f"a limit cannot be {limit_bytes} bytes")
-        with self.file.change() as words:
-            at = self._find(words, name)
-            current: int = words[at + w.I_REVISION]
-            limit_now = words[at + w.I_LIMIT]
-            if revision is not None and revision != current:
-                now = "none" if limit_now == w.NONE else format_size(limit_now)
-                raise StaleRevisionError(
-                    f"the limit of {name!r} is {now} at revision {current}, and this change was "
-                    f"made against revision {revision}; look again and repeat it"
-                )
-            slot = (at - w.INSTANCES_AT) // w.RECORD_WORDS
-            pinned = sum(words[w.pool_at(s) + w.P_PINNED] for s in pools_of(words, slot))
-            if limit_bytes is not None and limit_bytes < pinned:
-                raise UsageError(
-                    f"a limit of {format_size(limit_bytes)} is below what {name!r} can never give "
-                    f"back; the smallest that works is {format_size(pinned)}"
-                )
-            # The revision first: dying here makes a caller look again, never overwrite.
-            words[at + w.I_REVISION] = current + 1
-            words[at + w.I_LIMIT] = w.NONE if limit_bytes is None else limit_bytes
-            generation = words[at]
-            waits = waiting(words, slot)
-        self.bell.ring([(slot, generation), *waits])
-        return current + 1
+        return change_terms(self, name, change, revision)
+
+    def set_limit(self, name: str, limit_bytes: int | None, revision: int | None = None) -> int:
+        """Set an instance's ceiling alone; the new revision. Raises as `set_terms`."""
+        return self.set_terms(name, lambda t: t._replace(limit_bytes=limit_bytes), revision)[1]
+
+    def ask_to_trim(self, name: str, to_bytes: int = 0, *, running: bool = False) -> int:
+        """Ask an instance to give back down to a size, once; what it will come to at least.
+
+        Of what it holds idle, or with `running` of what its running requests hold too. Raises as
+        `steering.ask_to_trim`.
+        """
+        return ask_to_trim(self, name, to_bytes, running=running)
 
     def snapshot(self) -> Snapshot:
         """The ledger at one moment, without its lock.
@@ -231,17 +225,32 @@ class Ledger:
     def demand(self, instance: Instance) -> int:
         """Bytes that this instance should begin to give back now, from its idle memory.
 
-        For its own limit, and for others' wishes as `policy.demands` shares them. Publish the
-        pools' figures first: of idle memory that nobody knows of nothing is asked. Cheap when
-        nobody wishes.
+        As `demands`, which see.
+        """
+        return self.demands(instance).idle_bytes
+
+    def demands(self, instance: Instance) -> Demand:
+        """What this instance should begin to give back now; for its own process alone.
+
+        For its own limit, because somebody asked it to, and for others' needs as `sharing.demands`
+        shares them. Publish the pools' figures first: of idle memory that nobody knows of nothing
+        is asked. Asking answers a call, so holders who do not ask are passed over. Cheap when
+        nobody needs anything.
         """
         if self.file.closed is not None:
             raise LedgerError(self.file.closed)
-        words = self.file.words
-        limited = words[w.instance_at(instance.slot) + w.I_LIMIT] != w.NONE
-        if not limited and not anybody_wishes(words):
-            return 0
-        return demands_now(words).get(instance.slot, 0)
+        words, at = self.file.words, w.instance_at(instance.slot)
+        words[at + w.I_ANSWERED_NS] = time.monotonic_ns()
+        asked = words[at + w.I_TRIM_ASKED]
+        trims = asked != words[at + w.I_TRIM_DONE]
+        limited = words[at + w.I_LIMIT] != w.NONE
+        if not limited and not trims and not anybody_needs(words):
+            return Demand()
+        found = demands_now(words)
+        if trims and instance.slot not in found:
+            # Down to what it was asked for, or to what it can.
+            words[at + w.I_TRIM_DONE] = asked
+        return found.get(instance.slot, Demand())
 
     # ---- for the parts of this package ----
 
@@ -284,16 +293,6 @@ class Ledger:
         finally:
             self.file.end()
         self.bell.ring(waits)
-
-    def _find(self, words: memoryview, name: str) -> int:
-        names = {}
-        for slot in live_instances(words):
-            at = w.instance_at(slot)
-            names[w.get_text(self.file.raw, at + w.I_NAME, w.NAME_BYTES)] = at
-        if name not in names:
-            there = ", ".join(sorted(names)) or "none at all"
-            raise LedgerError(f"no instance {name!r} on {self.spec.uuid}; there is {there}")
-        return names[name]
 
 
 def _parse(key: str, slots: int) -> tuple[int, int]:

@@ -14,17 +14,21 @@ from kvtide.errors import LedgerBusyError, LedgerError
 from kvtide.ledger import layout as w
 from kvtide.ledger.creation import open_description, spec_of, why_unreadable
 from kvtide.ledger.directory import check_directory
+from kvtide.ledger.holdings import is_silent
 from kvtide.ledger.lease import is_leased
+from kvtide.ledger.policy import backed_mins
 from kvtide.ledger.records import (
+    NON_KV_SOURCES,
     InstanceView,
     PoolFigures,
     PoolView,
     Snapshot,
     State,
+    Terms,
 )
 from kvtide.ledger.retirement import live_instances, live_pools
 
-__all__ = ["STATES", "Observer", "take_snapshot"]
+__all__ = ["STATES", "Observer", "take_snapshot", "terms_of"]
 
 STATES: Final = tuple(State)
 _TRIES: Final = 100
@@ -90,19 +94,31 @@ def take_snapshot(raw: memoryview, words: memoryview, leased: Callable[[int], bo
             )
         )
     instances = []
-    for slot in live_instances(then):
+    terms = {slot: terms_of(then, slot) for slot in live_instances(then)}
+    backed = backed_mins(
+        [(slot, t.priority, t.min_bytes) for slot, t in terms.items()],
+        budget_bytes=then[w.H_BUDGET] - sum(t.headroom_bytes for t in terms.values()),
+    )
+    now_ns = time.monotonic_ns()
+    for slot in terms:
         at = w.instance_at(slot)
-        limit_bytes = then[at + w.I_LIMIT]
         instances.append(
             InstanceView(
                 key=f"{slot}:{then[at]}",
                 name=w.get_text(copy, at + w.I_NAME, w.NAME_BYTES),
                 pid=then[at + w.I_PID],
                 state=STATES[then[at + w.I_STATE]] if leased(at) else State.DEAD,
-                limit_bytes=None if limit_bytes == w.NONE else limit_bytes,
-                limit_revision=then[at + w.I_REVISION],
+                terms=terms[slot],
+                revision=then[at + w.I_REVISION],
                 wish_bytes=then[at + w.I_WISH],
                 pools=tuple(pools.get(slot, ())),
+                backed_min_bytes=backed[slot],
+                deadline_ns=then[at + w.I_DEADLINE_NS],
+                reserved_bytes=then[at + w.I_RESERVED],
+                loaded_bytes=then[at + w.I_LOADED],
+                non_kv_bytes=then[at + w.I_NON_KV],
+                non_kv_source=NON_KV_SOURCES[then[at + w.I_NON_KV_SOURCE]],
+                silent=is_silent(then, at, now_ns),
             )
         )
     return Snapshot(
@@ -112,6 +128,18 @@ def take_snapshot(raw: memoryview, words: memoryview, leased: Callable[[int], bo
         sampled_ns=then[w.H_SAMPLED_NS],
         free_sampled_bytes=then[w.H_FREE_SAMPLED],
         instances=tuple(instances),
+    )
+
+
+def terms_of(words: memoryview, slot: int) -> Terms:
+    """An instance's terms as they are now."""
+    at = w.instance_at(slot)
+    limit_bytes = words[at + w.I_LIMIT]
+    return Terms(
+        limit_bytes=None if limit_bytes == w.NONE else limit_bytes,
+        min_bytes=words[at + w.I_MIN],
+        priority=words[at + w.I_PRIORITY],
+        headroom_bytes=words[at + w.I_HEADROOM],
     )
 
 

@@ -15,7 +15,10 @@ __all__ = [
     "Refusal",
     "Snapshot",
     "State",
+    "Terms",
 ]
+
+NON_KV_SOURCES = ("", "driver", "torch", "given")
 
 
 class State(Enum):
@@ -29,6 +32,27 @@ class State(Enum):
     SLEEPING = "sleeping"
     WAITING = "waiting"
     DEAD = "dead"
+
+
+class Terms(NamedTuple):
+    """What an instance was promised and may hold on a device.
+
+    Attributes
+    ----------
+    limit_bytes
+        Ceiling over all its pools and ranks; None: none.
+    min_bytes
+        What it can always get back: neighbours may borrow it.
+    priority
+        Lower gives way first; equal ones share.
+    headroom_bytes
+        What it wants left unclaimed on the device, by anybody.
+    """
+
+    limit_bytes: int | None = None
+    min_bytes: int = 0
+    priority: int = 0
+    headroom_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +157,55 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """One instance's record with its pools."""
+    """One instance's record with its pools.
+
+    Attributes
+    ----------
+    terms, revision
+        What it was promised and may hold, and how often that was set.
+    backed_min_bytes
+        As much of its min as the budget backs now.
+    wish_bytes, deadline_ns
+        Its unmet need, and until when it waits, in monotonic time (0: for ever).
+    reserved_bytes, loaded_bytes
+        What it has announced to load beside its pools, and has loaded of that by now.
+    non_kv_bytes, non_kv_source
+        What it holds beside its pools, measured after its start: by `driver`, `torch`, or as it was
+        `given`; empty before.
+    silent
+        It was called to give memory back and has not answered: it is passed over.
+    """
 
     key: str
     name: str
     pid: int
     state: State
-    limit_bytes: int | None
-    limit_revision: int
+    terms: Terms
+    revision: int
     wish_bytes: int
     pools: tuple[PoolView, ...]
+    backed_min_bytes: int = 0
+    deadline_ns: int = 0
+    reserved_bytes: int = 0
+    loaded_bytes: int = 0
+    non_kv_bytes: int = 0
+    non_kv_source: str = ""
+    silent: bool = False
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The ceiling over all its pools on the device."""
+        return self.terms.limit_bytes
+
+    @property
+    def limit_revision(self) -> int:
+        """How often its terms were set."""
+        return self.revision
+
+    @property
+    def loading_bytes(self) -> int:
+        """Reserved, and not loaded yet."""
+        return max(0, self.reserved_bytes - self.loaded_bytes)
 
     @property
     def charged_bytes(self) -> int:
@@ -173,5 +236,10 @@ class Snapshot:
 
     @property
     def free_bytes(self) -> int:
-        """What could be granted now."""
-        return max(0, self.budget_bytes - self.charged_bytes)
+        """What could be granted now, if nobody waited."""
+        return max(0, self.budget_bytes - self.charged_bytes - self.headroom_bytes)
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What all instances want left unclaimed."""
+        return sum(instance.terms.headroom_bytes for instance in self.instances)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Final
 from kvtide.errors import LedgerError, NameTakenError, UsageError
 from kvtide.ledger import layout as w
 from kvtide.ledger.creation import difference, spec_of
+from kvtide.ledger.records import Terms
 from kvtide.ledger.retirement import live_instances, live_pools, pools_of
+from kvtide.ledger.steering import check_mins, check_terms, store_terms
 from kvtide.settings import check_name
 
 if TYPE_CHECKING:
@@ -23,13 +25,10 @@ _LONGEST_NAP_S: Final = 0.25
 _MAX_BYTES: Final = 1 << 62
 
 
-def add_instance(
-    ledger: Ledger, name: str, limit_bytes: int | None, *, explicit: bool
-) -> tuple[int, int]:
+def add_instance(ledger: Ledger, name: str, terms: Terms, *, explicit: bool) -> tuple[int, int]:
     """Bring an instance's record to life under a lease; its slot and generation."""
     check_name(name)
-    if limit_bytes is not None and not 0 <= limit_bytes < _MAX_BYTES:
-        raise UsageError(f"a limit cannot be {limit_bytes} bytes")
+    check_terms(terms)
     deadline = time.monotonic() + _DYING_S
     nap_s = 0.01
     while True:
@@ -54,7 +53,9 @@ def add_instance(
                         number += 1
                     check_name(free_name)
             if free_name:
-                born = _bear_instance(ledger, words, free_name, limit_bytes)
+                if terms.min_bytes or terms.headroom_bytes:
+                    check_mins(ledger, words, free_name, None, terms)
+                born = _bear_instance(ledger, words, free_name, terms)
                 live = {(s, words[w.instance_at(s)]) for s in live_instances(words)}
                 break
         time.sleep(nap_s)
@@ -76,9 +77,7 @@ def _holders(ledger: Ledger, words: memoryview) -> dict[str, tuple[int, bool]]:
     return holders
 
 
-def _bear_instance(
-    ledger: Ledger, words: memoryview, name: str, limit_bytes: int | None
-) -> tuple[int, int]:
+def _bear_instance(ledger: Ledger, words: memoryview, name: str, terms: Terms) -> tuple[int, int]:
     slot = _free_slot(words, w.INSTANCES_AT, w.MAX_INSTANCES)
     if slot is None:
         raise LedgerError(
@@ -87,7 +86,7 @@ def _bear_instance(
     at = w.instance_at(slot)
     _clear(words, at)
     words[at + w.I_PID] = os.getpid()
-    words[at + w.I_LIMIT] = w.NONE if limit_bytes is None else limit_bytes
+    store_terms(words, at, terms)
     words[at + w.I_REVISION] = 1
     w.put_text(ledger.file.raw, at + w.I_NAME, w.NAME_BYTES, name)
     _enliven(ledger, words, at, w.H_INSTANCES_HIGH, slot)

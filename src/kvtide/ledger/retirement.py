@@ -57,9 +57,15 @@ def remove_pool(words: memoryview, slot: int) -> None:
 
 def _remove_instance(words: memoryview, slot: int) -> None:
     at = w.instance_at(slot)
-    words[at + w.I_WISH] = 0
+    _drop_claims(words, at)
     words[at + w.I_GENERATION] += 1
     _lower_high(words, w.H_INSTANCES_HIGH, w.INSTANCES_AT)
+
+
+def _drop_claims(words: memoryview, at: int) -> None:
+    """The dead want nothing. What a reservation kept comes back with the next sample alone."""
+    for word in (w.I_WISH, w.I_RESERVED, w.I_LOADED, w.I_HEADROOM, w.I_MIN):
+        words[at + word] = 0
 
 
 def _lower_high(words: memoryview, high_at: int, table_at: int) -> None:
@@ -72,7 +78,7 @@ def _lower_high(words: memoryview, high_at: int, table_at: int) -> None:
 def retire(file: LedgerFile) -> tuple[int, list[tuple[int, int]]]:
     """Under the lock: end every record whose lease is gone.
 
-    A pool ends at once; an instance, whose wish is dropped at once, with the last of its pools.
+    A pool ends at once; an instance, whose claims are dropped at once, with the last of its pools.
 
     Returns
     -------
@@ -94,7 +100,7 @@ def retire(file: LedgerFile) -> tuple[int, list[tuple[int, int]]]:
         at = w.instance_at(slot)
         if file.is_leased(at):
             continue
-        words[at + w.I_WISH] = 0
+        _drop_claims(words, at)
         if not pools_of(words, slot):
             gone.append((slot, words[at + w.I_GENERATION]))
             _remove_instance(words, slot)

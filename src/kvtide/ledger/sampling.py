@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtide.ledger import layout as w
-from kvtide.ledger.retirement import live_pools
+from kvtide.ledger.holdings import waiting
+from kvtide.ledger.retirement import live_instances, live_pools
 
-__all__ = ["Outcome", "Ticket", "draw_ticket", "is_stale", "publish_sample"]
+if TYPE_CHECKING:
+    from kvtide.ledger.ledger import Ledger
+
+__all__ = ["Outcome", "Ticket", "draw_ticket", "is_stale", "publish_sample", "take_sample"]
+
+_SAMPLE_TRIES: Final = 3
 
 FRESH_NS: Final = 1_000_000_000
 FRESH_AFTER_RETIREMENT_NS: Final = 20_000_000
@@ -16,13 +23,17 @@ RETIREMENT_MATTERS_NS: Final = 2_000_000_000
 
 
 class Ticket(NamedTuple):
-    """What is read under the lock before a sample is taken; its number orders samples."""
+    """What is read under the lock before a sample is taken; its number orders samples.
+
+    `loading` is what instances had reserved and not loaded yet, by slot and generation.
+    """
 
     number: int
     removals: int
     begun_ns: int
     created_bytes: int
     pools: tuple[int, ...]
+    loading: dict[tuple[int, int], int]
 
 
 class Outcome(NamedTuple):
@@ -38,7 +49,19 @@ def draw_ticket(words: memoryview) -> Ticket:
     words[w.H_TICKET_DRAWN] = number
     pools = tuple(live_pools(words))
     created_bytes = sum(words[w.pool_at(slot) + w.P_CREATED] for slot in pools)
-    return Ticket(number, words[w.H_REMOVALS], time.monotonic_ns(), created_bytes, pools)
+    begun_ns = time.monotonic_ns()
+    return Ticket(number, words[w.H_REMOVALS], begun_ns, created_bytes, pools, loading_now(words))
+
+
+def loading_now(words: memoryview) -> dict[tuple[int, int], int]:
+    """What instances have reserved and not loaded yet, by slot and generation."""
+    loading = {}
+    for slot in live_instances(words):
+        at = w.instance_at(slot)
+        left_bytes = words[at + w.I_RESERVED] - words[at + w.I_LOADED]
+        if left_bytes > 0:
+            loading[slot, words[at]] = left_bytes
+    return loading
 
 
 def publish_sample(words: memoryview, ticket: Ticket, free_bytes: int) -> Outcome:
@@ -48,6 +71,9 @@ def publish_sample(words: memoryview, ticket: Ticket, free_bytes: int) -> Outcom
     counted as created before it and not as released after it. So it is never more than was really
     there. The sample is discarded if any pool ended meanwhile: the pool's memory may be in both
     terms. It is dropped if a later one has been published.
+
+    What is reserved and was not loaded yet comes off: as it was before the sample, so that nothing
+    loaded meanwhile is in both terms, and for those who have reserved since as it is now.
     """
     if words[w.H_REMOVALS] != ticket.removals:
         return Outcome(settled=False, rose=False)
@@ -58,7 +84,13 @@ def publish_sample(words: memoryview, ticket: Ticket, free_bytes: int) -> Outcom
     ceiling_bytes = words[w.H_TOTAL] - words[w.H_MARGIN]
     if words[w.H_CAP] != w.NONE:
         ceiling_bytes = min(ceiling_bytes, words[w.H_CAP])
-    budget_bytes = min(held_bytes + free_bytes - words[w.H_MARGIN], ceiling_bytes)
+    loading = loading_now(words)
+    loading_bytes = sum(
+        max(ticket.loading.get(key, 0), loading.get(key, 0))
+        for key in ticket.loading.keys() | loading.keys()
+    )
+    there_bytes = held_bytes + free_bytes - words[w.H_MARGIN] - loading_bytes
+    budget_bytes = min(there_bytes, ceiling_bytes)
     rose = budget_bytes > words[w.H_BUDGET]
     # The number first: dying after it leaves an old budget, which the next sample mends; dying
     # before it, with the budget stored, would let an older sample overwrite a newer one.
@@ -78,3 +110,38 @@ def is_stale(words: memoryview) -> bool:
     sampled_ns: int = words[w.H_SAMPLED_NS]
     # A sample from the future is from before a reboot.
     return sampled_ns == 0 or not 0 <= now_ns - sampled_ns <= fresh_ns
+
+
+def take_sample(ledger: Ledger, sampler: Callable[[], int]) -> bool:
+    """Measure free memory and publish the budget; whether the budget is as new as this call.
+
+    Who has died is retired first: what a dead pool held may be free already and still be counted
+    as held. A pool that ends or dies meanwhile makes the sample worthless; then it is taken again,
+    three times at most. False too when the ledger is busy.
+    """
+    file, words = ledger.file, ledger.file.words
+    for _ in range(_SAMPLE_TRIES):
+        ledger.end_dead()
+        try:
+            if not file.begin():
+                return False
+            ticket = draw_ticket(words)
+        finally:
+            file.end()
+        free_bytes = sampler()
+        waits: list[tuple[int, int]] = []
+        try:
+            if not file.begin():
+                return False
+            if not all(file.is_leased(w.pool_at(slot)) for slot in ticket.pools):
+                continue
+            outcome = publish_sample(words, ticket, free_bytes)
+            if outcome.rose:
+                waits = waiting(words, None)
+        finally:
+            file.end()
+        if waits:
+            ledger.bell.ring(waits)
+        if outcome.settled:
+            return True
+    return False

@@ -1,9 +1,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.ledger.policy import Holding, demands, judge
+from kvtide.ledger.policy import Holding, judge
+from kvtide.ledger.sharing import demands
 
 sizes = st.integers(0, 40)
+
+
+def idle_of(holdings, *, budget_bytes, granularity_bytes):
+    asked = demands(holdings, budget_bytes=budget_bytes, granularity_bytes=granularity_bytes)
+    return {slot: demand.idle_bytes for slot, demand in asked.items()}
 
 
 @st.composite
@@ -20,7 +26,7 @@ def ledgers(draw):
 
 @given(ledgers(), st.integers(-50, 400), st.sampled_from([1, 2, 8]))
 def test_nobody_is_asked_for_more_than_it_holds_idle(holdings, budget, granularity):
-    asked = demands(holdings, budget_bytes=budget, granularity_bytes=granularity)
+    asked = idle_of(holdings, budget_bytes=budget, granularity_bytes=granularity)
     idle = {h.slot: h.idle_bytes for h in holdings}
     assert all(0 < bytes_ <= idle[slot] for slot, bytes_ in asked.items())
 
@@ -34,7 +40,7 @@ def test_the_oldest_wish_gets_all_that_is_there_for_it(holdings, budget):
     need = oldest.wish_bytes
     if oldest.limit_bytes is not None:
         need = min(need, max(0, oldest.limit_bytes - oldest.charged_bytes))
-    asked = demands(holdings, budget_bytes=budget, granularity_bytes=1)
+    asked = idle_of(holdings, budget_bytes=budget, granularity_bytes=1)
     others = [h for h in holdings if h is not oldest]
     room = budget - sum(h.charged_bytes for h in holdings)
     comes = room + sum(asked.get(h.slot, 0) + h.releasing_bytes for h in holdings)
@@ -46,7 +52,7 @@ def test_the_oldest_wish_gets_all_that_is_there_for_it(holdings, budget):
 
 @given(ledgers(), st.integers(-50, 400))
 def test_no_more_is_asked_than_the_wishes_and_the_limits_need(holdings, budget):
-    asked = demands(holdings, budget_bytes=budget, granularity_bytes=1)
+    asked = idle_of(holdings, budget_bytes=budget, granularity_bytes=1)
     lost = max(0, sum(h.charged_bytes for h in holdings) - budget)
     wishes = sum(h.wish_bytes for h in holdings)
     over = sum(
@@ -57,7 +63,7 @@ def test_no_more_is_asked_than_the_wishes_and_the_limits_need(holdings, budget):
 
 @given(ledgers(), st.integers(0, 400))
 def test_who_gives_what_was_asked_is_not_asked_again(holdings, budget):
-    asked = demands(holdings, budget_bytes=budget, granularity_bytes=1)
+    asked = idle_of(holdings, budget_bytes=budget, granularity_bytes=1)
     begun = [
         h._replace(
             idle_bytes=h.idle_bytes - asked.get(h.slot, 0),
@@ -65,7 +71,7 @@ def test_who_gives_what_was_asked_is_not_asked_again(holdings, budget):
         )
         for h in holdings
     ]
-    assert demands(begun, budget_bytes=budget, granularity_bytes=1) == {}
+    assert idle_of(begun, budget_bytes=budget, granularity_bytes=1) == {}
 
 
 @given(sizes, st.integers(-20, 100), sizes, st.none() | sizes, sizes)

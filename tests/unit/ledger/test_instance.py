@@ -112,7 +112,7 @@ def test_limits_carry_revisions_and_an_older_one_never_overwrites_a_newer(ledger
     instance = ledger.register("a", explicit=True)
     assert twin.set_limit("a", 10, revision=1) == 2
     assert twin.set_limit("a", 20) == 3
-    with pytest.raises(StaleRevisionError, match=r"20B at revision 3.*revision 2"):
+    with pytest.raises(StaleRevisionError, match=r"limit 20B.*at revision 3.*revision 2"):
         twin.set_limit("a", 30, revision=2)
     with pytest.raises(StaleRevisionError):
         twin.set_limit("a", 30, revision=4)

@@ -1,4 +1,5 @@
-from kvtide.ledger.policy import Holding, Verdict, demands, judge
+from kvtide.ledger.policy import Holding, Verdict, judge
+from kvtide.ledger.sharing import demands
 
 MIB = 1 << 20
 
@@ -8,7 +9,10 @@ def holding(slot, charged=0, limit=None, idle=0, releasing=0, wish=0, since=0):
 
 
 def shares(*holdings, budget, granularity=1):
-    return demands(holdings, budget_bytes=budget, granularity_bytes=granularity)
+    """Idle bytes by slot; these holdings hold nothing that could be preempted for."""
+    asked = demands(holdings, budget_bytes=budget, granularity_bytes=granularity)
+    assert not any(demand.running_bytes for demand in asked.values())
+    return {slot: demand.idle_bytes for slot, demand in asked.items()}
 
 
 def test_a_grant_is_judged_by_budget_and_limit():

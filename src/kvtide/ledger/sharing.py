@@ -1,0 +1,175 @@
+"""Who gives memory, and how much: pure functions of what the records say.
+
+A *need* is an unmet wish, memory that an engine is about to load, or headroom. What lies within an
+instance's min comes before all else, then higher priority before lower, then the older need. For a
+need idle memory goes first, lowest priority first and in proportion among equals; for a min or a
+higher priority then that of running requests, never below the giver's own min.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kvtide.ledger.policy import Holding
+
+__all__ = ["Demand", "demands"]
+
+
+class Demand(NamedTuple):
+    """What an instance should begin to give back now.
+
+    Attributes
+    ----------
+    idle_bytes
+        Of what it holds idle.
+    running_bytes
+        On top, of what running requests hold, by preempting them.
+    """
+
+    idle_bytes: int = 0
+    running_bytes: int = 0
+
+
+class _Need(NamedTuple):
+    """Somebody's, in the order of being served: class, priority, age, slot."""
+
+    order: tuple[int, int, int, int]
+    holder: Holding
+    size_bytes: int
+    preempts: bool
+    own_too: bool
+
+
+def _needs(holdings: Sequence[Holding]) -> list[_Need]:
+    needs = []
+    for h in holdings:
+        wanted_bytes = h.wanted_bytes()
+        within_bytes = min(wanted_bytes, h.below_min_bytes)
+        age, live = (-h.priority, h.wish_since_ns, h.slot), not h.wish_is_stale
+        loading = (1, -h.priority, h.loading_since_ns, h.slot)
+        needs += [
+            _Need((0, *age), h, within_bytes, live, False),
+            _Need((1, *age), h, wanted_bytes - within_bytes, live, False),
+            _Need(loading, h, h.loading_bytes, True, True),
+            _Need((1, -h.priority, 0, h.slot), h, h.headroom_bytes, False, True),
+        ]
+    return sorted((n for n in needs if n.size_bytes > 0), key=lambda n: n.order)
+
+
+class _Gifts:
+    """What each gives in the end, counted up; what it has begun to release comes first."""
+
+    def __init__(self, holdings: Sequence[Holding], granularity_bytes: int) -> None:
+        self._holdings = holdings
+        self._granularity_bytes = granularity_bytes
+        self.idle = {h.slot: 0 for h in holdings}
+        self.running = dict(self.idle)
+        self._can_idle = {
+            h.slot: h.releasing_bytes + (0 if h.silent else h.idle_bytes) for h in holdings
+        }
+        self._can_run = {h.slot: 0 if h.silent else h.running_bytes for h in holdings}
+
+    def lower(self, h: Holding, ceiling_bytes: int, *, running: bool) -> int:
+        """Have one give down to a ceiling of its own; the bytes on top of what it gives."""
+        over_bytes = max(0, h.charged_bytes - ceiling_bytes)
+        before = self.idle[h.slot] + self.running[h.slot]
+        self.idle[h.slot] = max(self.idle[h.slot], min(self._can_idle[h.slot], over_bytes))
+        if running:
+            rest_bytes = over_bytes - self.idle[h.slot]
+            self.running[h.slot] = max(0, min(self._can_run[h.slot], rest_bytes))
+        return self.idle[h.slot] + self.running[h.slot] - before
+
+    def collect(self, need: _Need, missing_bytes: int, first: Mapping[int, _Need]) -> int:
+        """Have others give for a need; what comes."""
+        left = {}
+        for h in self._holdings:
+            if h.slot == need.holder.slot and not need.own_too:
+                continue
+            can_bytes = self._can_idle[h.slot] - self.idle[h.slot]
+            if h.slot != need.holder.slot and h.slot in first:
+                # It waits itself: nothing for what comes after it, and its min stays its own.
+                if first[h.slot].order < need.order:
+                    can_bytes = 0
+                can_bytes = min(can_bytes, self._above_min(h))
+            left[h.slot] = can_bytes
+        came_bytes = self._take(self.idle, left, missing_bytes)
+        if need.preempts and came_bytes < missing_bytes:
+            left = {
+                h.slot: min(self._can_run[h.slot] - self.running[h.slot], self._above_min(h))
+                for h in self._holdings
+                if h.slot != need.holder.slot
+                and (need.order[0] == 0 or h.priority < need.holder.priority)
+                and not (h.slot in first and first[h.slot].order < need.order)
+            }
+            came_bytes += self._take(self.running, left, missing_bytes - came_bytes)
+        return came_bytes
+
+    def _above_min(self, h: Holding) -> int:
+        given_bytes = self.idle[h.slot] + self.running[h.slot]
+        return max(0, h.charged_bytes - given_bytes - h.min_bytes)
+
+    def _take(self, gives: dict[int, int], left: Mapping[int, int], wanted_bytes: int) -> int:
+        came_bytes = 0
+        for priority in sorted({h.priority for h in self._holdings}):
+            tier = {
+                h.slot: left[h.slot]
+                for h in self._holdings
+                if h.priority == priority and left.get(h.slot, 0) > 0
+            }
+            shares = _shares(wanted_bytes - came_bytes, tier, self._granularity_bytes)
+            for slot, share_bytes in shares.items():
+                gives[slot] += share_bytes
+                came_bytes += share_bytes
+        return came_bytes
+
+
+def demands(
+    holdings: Sequence[Holding], *, budget_bytes: int, granularity_bytes: int
+) -> dict[int, Demand]:
+    """What each instance should begin to give back now, by slot; nobody else appears.
+
+    An instance gives what it holds idle above its limit, or above what it was asked to trim to.
+    Needs are then served in their order, from free room first. Who waits itself gives only to those
+    who come before it, so two who wish do not trade their caches. What a holder has begun to give
+    back counts as given, so that asking again asks for no more. `budget_bytes`, which is less what
+    is being loaded already, may be negative.
+    """
+    gifts = _Gifts(holdings, granularity_bytes)
+    room_bytes = budget_bytes + sum(h.loading_bytes - h.charged_bytes for h in holdings)
+    for h in holdings:
+        if h.limit_bytes is not None:
+            room_bytes += gifts.lower(h, h.limit_bytes, running=False)
+        if h.trim_to_bytes is not None:
+            room_bytes += gifts.lower(h, h.trim_to_bytes, running=h.trims_running)
+    needs = _needs(holdings)
+    first: dict[int, _Need] = {}
+    for need in needs:
+        if need.holder.wish_bytes and not need.own_too:
+            first.setdefault(need.holder.slot, need)
+    for need in needs:
+        missing_bytes = need.size_bytes - room_bytes
+        room_bytes -= need.size_bytes
+        if missing_bytes > 0:
+            room_bytes += gifts.collect(need, missing_bytes, first)
+    result = {}
+    for h in holdings:
+        idle_bytes = max(0, gifts.idle[h.slot] - h.releasing_bytes)
+        if idle_bytes or gifts.running[h.slot]:
+            result[h.slot] = Demand(idle_bytes, gifts.running[h.slot])
+    return result
+
+
+def _shares(wanted_bytes: int, left: Mapping[int, int], granularity_bytes: int) -> dict[int, int]:
+    """Cut what is wanted in proportion to what each has left, in granules, none above its own."""
+    shares = {}
+    all_left_bytes = sum(left.values())
+    for slot, left_bytes in left.items():
+        if wanted_bytes <= 0 or all_left_bytes <= 0:
+            break
+        share_bytes = -(-min(wanted_bytes, all_left_bytes) * left_bytes // all_left_bytes)
+        granules = -(-share_bytes // granularity_bytes)
+        shares[slot] = min(left_bytes, granules * granularity_bytes)
+        wanted_bytes -= shares[slot]
+        all_left_bytes -= left_bytes
+    return shares
