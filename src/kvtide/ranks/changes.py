@@ -13,9 +13,11 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvtide.observe.tally import Cause, Kind
 from kvtide.pool import Block, FreeBlocks, Growth, Pool, Reclaim, Run, Shrink, Split
 from kvtide.pool.plans import Span
 from kvtide.ranks.batches import batches, parting, places, runs
+from kvtide.ranks.journal import Journal
 from kvtide.ranks.ranks import Member, Outcome, Ranks
 
 __all__ = ["Changes", "Circulation"]
@@ -46,6 +48,7 @@ class _Growing:
     """`undoing`: some ranks could not, and the others are giving it back."""
 
     growths: list[Growth]
+    cause: int
     undoing: bool = False
 
 
@@ -68,7 +71,10 @@ class Changes(Generic[B]):
         By rank: what its device did not take back, or holds for an extent that could not be split.
     """
 
-    def __init__(self, ranks: Ranks, pool: Pool, circulation: Circulation[B]) -> None:
+    def __init__(
+        self, ranks: Ranks, pool: Pool, circulation: Circulation[B], journal: Journal
+    ) -> None:
+        self.journal = journal
         self._ranks = ranks
         self._pool = pool
         self._circulation = circulation
@@ -99,11 +105,11 @@ class Changes(Generic[B]):
 
     # Beginning ---------------------------------------------------------------------------------
 
-    def grow(self, growths: list[Growth]) -> None:
+    def grow(self, growths: list[Growth], cause: int) -> None:
         """Have all ranks map what was granted."""
         self._pool.begin_growth(growths)
         sequence = self._ranks.grow([places(g.extents, self._granule) for g in growths])
-        self._growing[sequence] = _Growing(growths)
+        self._growing[sequence] = _Growing(growths, cause)
 
     def shrink(self, reclaim: Reclaim, transient: Sequence[int], *, cached: bool) -> None:
         """Take what was chosen out of circulation, and have all ranks give it back.
@@ -146,23 +152,25 @@ class Changes(Generic[B]):
 
     def _end_growth(self, growing: _Growing, outcome: Outcome) -> None:
         growths = growing.growths
+        of_shape = [growth.granules * self._granule for growth in growths]
         if outcome.done and not growing.undoing:
             self.circulate(self._pool.confirm_growth(growths))
             self.made += 1
+            self.journal.note(Kind.GROW, growing.cause, of_shape)
             return
         # What failed may have left something behind, whether or not it is undone by others yet.
         stuck_bytes = self._set_aside(outcome)
         mapped = {rank for rank, answer in outcome.answers.items() if answer.done}
-        of_shape = [growth.granules * self._granule for growth in growths]
         gone = self._asked(outcome) if growing.undoing else self._refusing(outcome)
         self._ranks.refund({m.rank: of_shape[m.shape] - stuck_bytes.get(m.rank, 0) for m in gone})
         if growing.undoing or not mapped:
             self._pool.abort_growth(growths)
         else:
             sequence = self._ranks.undo_growth(outcome.orders, mapped)
-            self._growing[sequence] = _Growing(growths, undoing=True)
+            self._growing[sequence] = _Growing(growths, growing.cause, undoing=True)
         if not growing.undoing:
             self.refused += 1
+            self.journal.note(Kind.REFUSE, Cause.DEVICE, of_shape)
         self._bar(outcome)
 
     def _end_shrink(self, shrinking: _Shrinking, outcome: Outcome) -> None:

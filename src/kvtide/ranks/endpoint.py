@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvtide.errors import NeverFitsError
 from kvtide.ledger import Refusal, State
+from kvtide.observe.logs import log_event
+from kvtide.observe.tally import Cause, Kind, Owner, Tally, Verb
 from kvtide.pool import Geometry
 from kvtide.ranks.memory import RankMemory
 from kvtide.ranks.messages import (
@@ -72,6 +74,8 @@ class Endpoint:
         wait_seconds: float | None,
     ) -> None:
         self.memory = memory
+        self._tally = Tally(seat.ledger.path, Owner.of_key("rank", memory.account.key))
+        memory.watch(self._tally)
         self._seat = seat
         self._geometry = geometry
         self._layout = layout
@@ -143,6 +147,7 @@ class Endpoint:
         instance, ledger = self._seat.instance, self._seat.ledger
         started = time.monotonic()
         waker = instance.waker()
+        self._note(Kind.WAIT, needed_bytes)
         instance.set_state(State.WAITING)
         try:
             while refusal is not None:
@@ -160,7 +165,15 @@ class Endpoint:
         finally:
             instance.wish(0)
             waker.close()
+        waited_ns = int((time.monotonic() - started) * 1e9)
+        self._tally.time(Verb.WAIT, waited_ns)
+        self._note(Kind.RESUME, 0, waited_ns)
         instance.set_state(State.STARTING)
+
+    def _note(self, kind: int, size_bytes: int, detail: int = 0) -> None:
+        self._tally.note(kind, Cause.START, size_bytes, detail)
+        name, uuid = self._seat.instance.name, self._seat.ledger.spec.uuid
+        log_event(name, uuid, kind, Cause.START, size_bytes, detail)
 
     def _try(self, places: tuple[Place, ...], needed_bytes: int) -> Refusal | None:
         answer = self.memory.account.grant(needed_bytes)

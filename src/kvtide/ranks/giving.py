@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from kvtide.observe.tally import Cause, Kind
 from kvtide.pool import Block, Pool, Reclaim, Splits, Standing
 from kvtide.ranks.changes import Changes, Circulation
 from kvtide.ranks.ranks import Ranks
@@ -59,7 +60,8 @@ class Giving(Generic[B]):
             share_bytes = self._granule * self._members_on[m.device_uuid]
             granules = -(-of_device[m.device_uuid] // share_bytes)
             wanted[m.shape] = max(wanted[m.shape], granules)
-        reclaim = self._plan_with_splits(wanted)
+        cause = Cause.LIMIT if self._above_limit() else Cause.OTHERS
+        reclaim = self._plan_with_splits(wanted, cause)
         given = [shrink.granules for shrink in reclaim.shrinks]
         if any(g < w for g, w in zip(given, wanted, strict=True)):
             self._hoard = self._idle_count
@@ -67,14 +69,14 @@ class Giving(Generic[B]):
 
     def all_free(self) -> bool:
         """Give every extent that holds nothing; whether there were any."""
-        return self._whole([None] * len(self._pool.shapes), at_most=False)
+        return self._whole([None] * len(self._pool.shapes), at_most=False, cause=Cause.IDLE)
 
     def surplus(self, blocks: int) -> bool:
         """Give extents that hold nothing, at most what these blocks take; whether any."""
         wanted = [
             blocks * shape.geometry.block_bytes // self._granule for shape in self._pool.shapes
         ]
-        return any(wanted) and self._whole(wanted, at_most=True)
+        return any(wanted) and self._whole(wanted, at_most=True, cause=Cause.SURPLUS)
 
     @property
     def idle_blocks(self) -> int:
@@ -87,13 +89,23 @@ class Giving(Generic[B]):
     def _idle_count(self) -> int:
         return self._circulation.free.count + self._circulation.cached_count
 
-    def _whole(self, wanted: Sequence[int | None], *, at_most: bool) -> bool:
+    def _above_limit(self) -> bool:
+        for uuid, seat in self._seats.items():
+            limit_bytes = seat.instance.limit_bytes
+            members = [m for m in self._ranks.members if m.device_uuid == uuid]
+            if limit_bytes is not None and limit_bytes < sum(
+                m.account.charge_bytes for m in members
+            ):
+                return True
+        return False
+
+    def _whole(self, wanted: Sequence[int | None], *, at_most: bool, cause: int) -> bool:
         if self._changes.busy:
             return False
         reclaim = self._pool.plan_shrink(self.standing(), wanted, cached=False, at_most=at_most)
-        return self._begin(reclaim, [0] * len(wanted), cached=False)
+        return self._begin(reclaim, [0] * len(wanted), cached=0, cause=cause)
 
-    def _plan_with_splits(self, wanted: Sequence[int]) -> Reclaim:
+    def _plan_with_splits(self, wanted: Sequence[int], cause: int) -> Reclaim:
         """Choose and begin, whole extents first.
 
         What a split holds twice comes out of what goes before it. For the first one that may be
@@ -108,15 +120,27 @@ class Giving(Generic[B]):
             if not staged:
                 transient = reclaim.lacking
             reclaim = plan(standing, wanted, cached=True, splits=Splits(transient, staged=staged))
-        cached = bool(np.any(reclaim.withdrawn & (standing.cached_age >= 0)))
-        begun = self._begin(reclaim, transient, cached=cached)
+        cached = int(np.count_nonzero(reclaim.withdrawn & (standing.cached_age >= 0)))
+        begun = self._begin(reclaim, transient, cached=cached, cause=cause)
         assert begun or not any(transient)
         return reclaim
 
-    def _begin(self, reclaim: Reclaim, transient: Sequence[int], *, cached: bool) -> bool:
-        if not any(shrink.granules for shrink in reclaim.shrinks):
+    def _begin(
+        self, reclaim: Reclaim, transient: Sequence[int], *, cached: int, cause: int
+    ) -> bool:
+        """`cached` is how many of the blocks that go are the prefix cache's."""
+        shrinks = reclaim.shrinks
+        if not any(shrink.granules for shrink in shrinks):
             return False
-        self._changes.shrink(reclaim, transient, cached=cached)
+        size, journal = self._granule, self._changes.journal
+        journal.note(Kind.SHRINK, cause, [shrink.granules * size for shrink in shrinks])
+        splits = sum(len(shrink.splits) for shrink in shrinks)
+        if splits:
+            parted = [sum(s.extent.granules for s in shrink.splits) * size for shrink in shrinks]
+            journal.note(Kind.SPLIT, cause, parted, splits)
+        if cached:
+            journal.evicted(cause, cached)
+        self._changes.shrink(reclaim, transient, cached=bool(cached))
         return True
 
     def standing(self) -> Standing:

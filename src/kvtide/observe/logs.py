@@ -1,0 +1,98 @@
+"""One line in the log for each event that matters: in words, or as JSON on request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Final, Literal
+
+from kvtide.observe.tally import CAUSE_NAMES, KIND_NAMES, Cause, Kind
+from kvtide.units import format_size
+
+__all__ = ["event_text", "log_event", "set_up"]
+
+_log: Final = logging.getLogger("kvtide.events")
+_MATTERS: Final = {Kind.WAIT, Kind.RESUME, Kind.QUARANTINE, Kind.SPLIT}
+_MATTERING_SHRINKS: Final = {
+    *(Cause.OTHERS, Cause.LIMIT, Cause.TRIM, Cause.MIN, Cause.PRIORITY, Cause.RESERVATION),
+}
+_WHY: Final = {
+    Cause.OTHERS: "that others wish for",
+    Cause.LIMIT: "above its limit",
+    Cause.TRIM: "since it was trimmed",
+    Cause.MIN: "that is another's guaranteed minimum",
+    Cause.PRIORITY: "to one of higher priority",
+    Cause.RESERVATION: "for one that starts",
+}
+
+
+def event_text(kind: int, cause: int, size_bytes: int, detail: int) -> str:
+    """An event in words, without who it happened to."""
+    size, why = format_size(size_bytes), CAUSE_NAMES[cause]
+    if kind == Kind.WAIT:
+        return f"waits for {size} that others hold"
+    if kind == Kind.RESUME:
+        return f"goes on after waiting {detail / 1e9:.3f} s"
+    if kind == Kind.QUARANTINE:
+        return f"lost {size}: its device does not take it back"
+    if kind == Kind.SHRINK:
+        return f"gives back {size} {_WHY.get(cause, f'({why})')}"
+    if kind == Kind.SPLIT:
+        return f"splits {detail} extents to give back {size}"
+    return f"{KIND_NAMES[kind]} {size} ({why})"
+
+
+def log_event(name: str, device: str, kind: int, cause: int, size_bytes: int, detail: int) -> None:
+    """Log an event of an instance on a device, if it is one that matters."""
+    if kind not in _MATTERS and not (kind == Kind.SHRINK and cause in _MATTERING_SHRINKS):
+        return
+    level = logging.WARNING if kind == Kind.QUARANTINE else logging.INFO
+    if _log.isEnabledFor(level):
+        event = {
+            "instance": name,
+            "device": device,
+            "event": KIND_NAMES[kind],
+            "cause": CAUSE_NAMES[cause],
+            "bytes": size_bytes,
+            "detail": detail,
+        }
+        text = event_text(kind, cause, size_bytes, detail)
+        _log.log(level, "kvtide: %s on %s %s", name, device, text, extra={"kvtide": event})
+
+
+class _Json(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line | record.__dict__.get("kvtide", {}))
+
+
+def set_up(form: Literal["text", "json", "none"]) -> None:
+    """Send what kvtide logs to standard error; once a process, and again changes the form."""
+    logger = logging.getLogger("kvtide")
+    for handler in list(logger.handlers):
+        if handler.get_name() == "kvtide":
+            logger.removeHandler(handler)
+    logger.propagate = True
+    if form == "none":
+        _log.setLevel(logging.CRITICAL)
+        return
+    handler = logging.StreamHandler()
+    handler.set_name("kvtide")
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(_Json() if form == "json" else text)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    _log.setLevel(logging.NOTSET)
+    logger.propagate = False
