@@ -12,9 +12,10 @@ from typing import Any
 from kvtide.errors import SettingsError, UsageError
 from kvtide.units import MIB, format_size, parse_size
 
-__all__ = ["LAYOUTS", "Settings", "check_name"]
+__all__ = ["LAYOUTS", "LOG_FORMS", "Settings", "check_name"]
 
 LAYOUTS = ("auto", "block-major", "per-layer")
+LOG_FORMS = ("text", "json", "none")
 
 _MAX_NAME_BYTES = 128
 _NAME = re.compile(r"[^\s/\x00-\x1f\x7f]+")
@@ -70,6 +71,12 @@ def _size_or_none(text: str) -> int | None:
     return None if text == "none" else parse_size(text)
 
 
+def _log_form(text: str) -> str:
+    if text not in LOG_FORMS:
+        raise UsageError(f"write one of {', '.join(LOG_FORMS)}")
+    return text
+
+
 def _layout(text: str) -> str:
     if text not in LAYOUTS:
         raise UsageError(f"write one of {', '.join(LAYOUTS)}")
@@ -119,6 +126,9 @@ class Settings:
         _layout,
         "auto",
         "KV cache layout: block-major, per-layer, or auto for what the engine takes",
+    )
+    log: str = _setting(
+        _log_form, "text", "how an engine logs its memory's events: text, json, or none"
     )
 
     @classmethod

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtide.engines import family
 from kvtide.errors import KvtideError
+from kvtide.observe import logs
 from kvtide.settings import Settings
 
 __all__ = ["activate"]
@@ -29,6 +30,7 @@ def activate() -> None:
     _active = True
     try:
         settings = Settings.from_environ()
+        logs.set_up(settings.log)
         family.join()
         _wrap_platform(settings)
         _wrap_engine_core()
