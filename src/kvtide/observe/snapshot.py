@@ -26,7 +26,11 @@ class PoolStatus(msgspec.Struct, frozen=True):
 
 
 class InstanceStatus(msgspec.Struct, frozen=True):
-    """One engine on one device. `state`: starting, running, sleeping, waiting or dead."""
+    """One engine on one device. `state`: starting, running, sleeping, waiting or dead.
+
+    What is mapped is in use by requests, cached, idle, or quarantined. `waiting_bytes` is what it
+    lacks.
+    """
 
     name: str
     state: str
@@ -35,10 +39,21 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     limit_bytes: int | None
     limit_revision: int
     pools: tuple[PoolStatus, ...]
+    key: str = ""
+    pid: int = 0
+    used_bytes: int = 0
+    cached_bytes: int = 0
+    idle_bytes: int = 0
+    quarantined_bytes: int = 0
+    pinned_bytes: int = 0
+    waiting_bytes: int = 0
 
 
 class DeviceStatus(msgspec.Struct, frozen=True):
-    """One device. `free_bytes` is what could be granted now."""
+    """One device. `free_bytes` is what could be granted now.
+
+    `outside_bytes` is what its memory is taken by besides KV caches: weights, other processes.
+    """
 
     device: str
     backend: str
@@ -48,6 +63,8 @@ class DeviceStatus(msgspec.Struct, frozen=True):
     charged_bytes: int
     free_bytes: int
     instances: tuple[InstanceStatus, ...]
+    name: str = ""
+    outside_bytes: int = 0
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -71,8 +88,17 @@ def observe(directory: Path) -> Status:
     return Status(devices=tuple(devices))
 
 
-def device_status(snapshot: Snapshot) -> DeviceStatus:
-    """One ledger's snapshot in the shape that is promised."""
+def device_status(snapshot: Snapshot, free_now_bytes: int | None = None) -> DeviceStatus:
+    """One ledger's snapshot in the shape that is promised.
+
+    Parameters
+    ----------
+    snapshot
+        Of the ledger.
+    free_now_bytes
+        Free memory of the device as its driver or kernel counts it now, if that is known: only
+        for what is outside, which the ledger knows from its last sample.
+    """
     spec = snapshot.spec
     return DeviceStatus(
         device=spec.uuid,
@@ -83,18 +109,51 @@ def device_status(snapshot: Snapshot) -> DeviceStatus:
         charged_bytes=snapshot.charged_bytes,
         free_bytes=snapshot.free_bytes,
         instances=tuple(map(_instance, snapshot.instances)),
+        name=spec.name,
+        outside_bytes=_outside_bytes(snapshot, free_now_bytes),
     )
 
 
+def _outside_bytes(snapshot: Snapshot, free_now_bytes: int | None) -> int:
+    spec = snapshot.spec
+    if free_now_bytes is not None:
+        mapped_bytes = sum(p.mapped_bytes for i in snapshot.instances for p in i.pools if p.live)
+        return max(0, spec.total_bytes - free_now_bytes - mapped_bytes)
+    if snapshot.sampled_ns == 0:
+        return 0
+    if snapshot.budget_bytes < spec.ceiling_bytes:
+        # The budget is what KV caches held at the sample and what was free, less the margin.
+        return max(0, spec.total_bytes - spec.margin_bytes - snapshot.budget_bytes)
+    mapped_bytes = sum(instance.mapped_bytes for instance in snapshot.instances)
+    return max(0, spec.total_bytes - snapshot.free_sampled_bytes - mapped_bytes)
+
+
 def _instance(instance: InstanceView) -> InstanceStatus:
+    pools = instance.pools
+    used_bytes = sum(p.figures.blocks_used * p.block_bytes for p in pools)
+    cached_bytes = sum(p.figures.blocks_cached * p.block_bytes for p in pools)
+    quarantined_bytes = sum(p.figures.quarantined_bytes for p in pools)
+    mapped_bytes = instance.mapped_bytes
+    # Figures and records are read one after the other: never more parts than there is.
+    used_bytes = min(used_bytes, mapped_bytes)
+    cached_bytes = min(cached_bytes, mapped_bytes - used_bytes)
+    quarantined_bytes = min(quarantined_bytes, mapped_bytes - used_bytes - cached_bytes)
     return InstanceStatus(
         name=instance.name,
         state=instance.state.value,
         charged_bytes=instance.charged_bytes,
-        mapped_bytes=instance.mapped_bytes,
+        mapped_bytes=mapped_bytes,
         limit_bytes=instance.limit_bytes,
         limit_revision=instance.limit_revision,
-        pools=tuple(map(_pool, instance.pools)),
+        pools=tuple(map(_pool, pools)),
+        key=instance.key,
+        pid=instance.pid,
+        used_bytes=used_bytes,
+        cached_bytes=cached_bytes,
+        idle_bytes=mapped_bytes - used_bytes - cached_bytes - quarantined_bytes,
+        quarantined_bytes=quarantined_bytes,
+        pinned_bytes=sum(p.figures.pinned_bytes for p in pools),
+        waiting_bytes=instance.wish_bytes,
     )
 
 

@@ -46,6 +46,7 @@ def test_one_instance_with_a_pool(directory):
     found = msgspec.json.decode(msgspec.json.encode(observe(directory)))
     (pool,) = found["devices"][0]["instances"][0]["pools"]
     assert pool.pop("pid") > 0
+    assert found["devices"][0]["instances"][0].pop("pid") > 0
     assert found == {
         "devices": [
             {
@@ -56,6 +57,8 @@ def test_one_instance_with_a_pool(directory):
                 "budget_bytes": 240 * MIB,
                 "charged_bytes": 8 * MIB,
                 "free_bytes": 232 * MIB,
+                "name": "host memory",
+                "outside_bytes": 0,
                 "instances": [
                     {
                         "name": "chat",
@@ -64,6 +67,13 @@ def test_one_instance_with_a_pool(directory):
                         "mapped_bytes": 6 * MIB,
                         "limit_bytes": 64 * MIB,
                         "limit_revision": instance.limit_revision,
+                        "key": instance.key,
+                        "used_bytes": 2 * MIB,
+                        "cached_bytes": 3 * MIB,
+                        "idle_bytes": MIB,
+                        "quarantined_bytes": 0,
+                        "pinned_bytes": 0,
+                        "waiting_bytes": 0,
                         "pools": [
                             {
                                 "name": "main",

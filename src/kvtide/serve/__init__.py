@@ -1,0 +1,1 @@
+"""The page, the metrics and the control API of `kvtide serve`: HTTP, on loopback alone."""

@@ -1,0 +1,1 @@
+"""The live view of `kvtide top`: frames of text, and keys that change something."""
