@@ -40,13 +40,16 @@ def check_name(name: str) -> str:
     return name
 
 
-def _device_name(text: str) -> str:
-    if not _DEVICE.fullmatch(text):
+def _device_names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not all(map(_DEVICE.fullmatch, names)):
         raise UsageError(
             "write a plain name: at most 64 letters, digits, '.', '_' and '-', the first a letter "
-            "or digit"
+            "or digit; or several, with commas between them"
         )
-    return text
+    if len(set(names)) < len(names):
+        raise UsageError("name each device once")
+    return names
 
 
 def _flag(text: str) -> bool:
@@ -116,8 +119,11 @@ class Settings:
     host_memory: int = _setting(
         parse_size, _half_of_memory, "size of the host device; default: half of the memory"
     )
-    host_device: str = _setting(
-        _device_name, "host", "name of the host device; engines share memory under the same one"
+    host_device: tuple[str, ...] = _setting(
+        _device_names,
+        ("host",),
+        "name of the host device; engines share memory under the same one. Of several, as in a,b, "
+        "each rank takes one in turn",
     )
     wait_deadline: float | None = _setting(
         _seconds, None, "seconds an engine waits for memory before it gives up; default: for ever"

@@ -180,6 +180,8 @@ class Instance:
             self._file.words[self._at + w.I_WISH] = 0
             self._file.drop_lease(self._at)
             self._ledger.try_to_end_dead()
+            # Its scheduler may have been ended by force, and left it.
+            self._ledger.bell.sweep([(self.slot, self.generation)])
 
     def _own_words(self) -> memoryview:
         if self._file.closed is not None:

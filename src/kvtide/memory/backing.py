@@ -101,6 +101,9 @@ class Backing:
         DeviceError
             It was unmapped, and could neither be released nor mapped again.
         """
+        if handle in self._stuck:
+            # Mapped at a second place as well.
+            return False
         try:
             self.device.unmap(address, handle)
         except DeviceError as error:

@@ -129,7 +129,7 @@ def _check_host(settings: Settings) -> Finding:
     about = "host device"
     try:
         device = open_device(
-            "host", host_total_bytes=settings.host_memory, host_uuid=settings.host_device
+            "host", host_total_bytes=settings.host_memory, host_uuid=settings.host_device[0]
         )
         try:
             handle = device.create(device.info.granularity_bytes)

@@ -16,7 +16,8 @@ def devices_of(config: Any, settings: Settings) -> list[DeviceInfo]:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return [_open_host(settings).info]
+        names = settings.host_device[: config.parallel_config.local_world_size]
+        return [_open_host(settings, name).info for name in names]
     from kvtide.device.visible import describe_visible
 
     return describe_visible()[: config.parallel_config.local_world_size]
@@ -25,11 +26,10 @@ def devices_of(config: Any, settings: Settings) -> list[DeviceInfo]:
 def open_worker_device(worker: Any, settings: Settings) -> Device:
     """The device of a worker, in its process."""
     if worker.device.type == "cpu":
-        return _open_host(settings)
+        names = settings.host_device
+        return _open_host(settings, names[worker.rank % len(names)])
     return open_device(f"cuda:{worker.device.index or 0}", host_total_bytes=0)
 
 
-def _open_host(settings: Settings) -> Device:
-    return open_device(
-        "host", host_total_bytes=settings.host_memory, host_uuid=settings.host_device
-    )
+def _open_host(settings: Settings, name: str) -> Device:
+    return open_device("host", host_total_bytes=settings.host_memory, host_uuid=name)
