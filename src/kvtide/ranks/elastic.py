@@ -125,10 +125,13 @@ class ElasticMemory(Generic[B]):
 
     def grow(self, blocks: int) -> bool:
         """Have at least so many more blocks come, and some ahead; False when it was refused."""
-        generous = self._ahead_blocks
-        if generous > blocks and self._grow(generous, Cause.AHEAD) is None:
-            return True
-        return self._grow(blocks, Cause.AHEAD) is None
+        for wanted in (max(blocks, self._ahead_blocks), blocks):
+            growths = self.pool.plan_growth(wanted)
+            if growths is not None and self._grow(growths, Cause.AHEAD) is None:
+                return True
+            if wanted == blocks:
+                break
+        return False
 
     def grow_for(self, blocks: int, desired: int) -> bool:
         """Have `desired` more blocks come, or at least the `blocks` without which nothing goes on.
@@ -143,20 +146,23 @@ class ElasticMemory(Generic[B]):
         """
         if self.growing:
             return True
-        if self.pool.plan_growth(1) is None:
+        wish = self.pool.plan_growth(max(blocks, desired))
+        if wish is None:
             # Every block there may ever be is backed: the engine has to make do with them.
             self.end_wish()
             return False
-        refusal = self._grow(desired, Cause.NEED) if desired > blocks else None
-        if desired <= blocks or refusal is not None:
-            refusal = self._grow(blocks, Cause.NEED)
+        refusal = self._grow(wish, Cause.NEED)
+        if refusal is not None and desired > blocks:
+            least = self.pool.plan_growth(blocks)
+            assert least is not None
+            refusal = self._grow(least, Cause.NEED)
         if refusal is None:
             return True
         self.refusals += 1
         self.journal.note(
             Kind.MISS, refusal_cause(refusal), [blocks * b for b in self._block_bytes]
         )
-        self._wish_for(desired)
+        self._wish_for(wish)
         if refusal.sample_is_stale and not self.ranks.pending:
             self.ranks.sample(len(self.pool.shapes))
         return False
@@ -170,12 +176,9 @@ class ElasticMemory(Generic[B]):
         ahead_bytes = max(self._ahead_bytes, self.pool.mapped_bytes // _AHEAD_SHARE)
         return ahead_bytes // sum(self._block_bytes)
 
-    def _grow(self, blocks: int, cause: int) -> Refusal | None:
+    def _grow(self, growths: list[Growth], cause: int) -> Refusal | None:
         if not self._backoff.ready(self._clock()):
             return Refusal("budget", asked_bytes=0, available_bytes=0, sample_is_stale=False)
-        growths = self.pool.plan_growth(blocks)
-        if growths is None:
-            return Refusal("limit", asked_bytes=blocks, available_bytes=0, sample_is_stale=False)
         bytes_of_shape = [g.granules * self._granule for g in growths]
         refusal = self.ranks.grant(bytes_of_shape)
         if refusal is not None:
@@ -190,11 +193,7 @@ class ElasticMemory(Generic[B]):
                 return Refusal("budget", sum(bytes_of_shape), 0, sample_is_stale=False)
         return None
 
-    def _wish_for(self, blocks: int) -> None:
-        growths = self.pool.plan_growth(blocks)
-        if growths is None:
-            # All that is left is stuck in a device, or being undone.
-            return
+    def _wish_for(self, growths: list[Growth]) -> None:
         of_device = dict.fromkeys(self.seats, 0)
         for m in self.ranks.members:
             of_device[m.device_uuid] += growths[m.shape].granules * self._granule
