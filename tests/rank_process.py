@@ -34,7 +34,7 @@ _CALLS = ("create", "map", "unmap", "release")
 class Conduct:
     """How a rank behaves: how slow it is, and from which call of its device on it fails or dies.
 
-    `paper` has a device that holds no memory at all.
+    `paper` has a device that holds no memory at all; `tells` how long each step took.
     """
 
     step_seconds: float = 0.0
@@ -45,6 +45,7 @@ class Conduct:
     block_bytes: int = 2 * MIB
     layers: int = 1
     paper: bool = False
+    tells: bool = False
 
 
 class RankProcess:
@@ -72,6 +73,11 @@ class RankProcess:
         self.messages += message is not None and self.rank in message
         with suppress(BrokenPipeError, ConnectionResetError):
             self._pipe.send_bytes(msgspec.msgpack.encode(message))
+
+    def told(self) -> float:
+        """Seconds that the rank itself spent on the last step."""
+        seconds: float = self._pipe.recv()
+        return seconds
 
     def kill(self) -> None:
         assert self._process.pid is not None
@@ -132,7 +138,10 @@ def _run(
         while said := pipe.recv_bytes():
             message = _MESSAGE.decode(said)
             time.sleep(conduct.step_seconds)
+            started = time.perf_counter()
             endpoint.step(message, runs=True)
+            if conduct.tells:
+                pipe.send(time.perf_counter() - started)
     device.disarm()
     endpoint.close()
     ledger.close()

@@ -20,7 +20,6 @@ from fleet import (
     Sampler,
     ask,
     ask_together,
-    assert_within_budget,
     prompts_of,
     tokens_of,
     until,
@@ -95,7 +94,9 @@ def test_tokens_are_native_under_pressure(
     with Sampler(fleet) as sampler:
         for answers in ask_together(servers, prompts, 96):
             assert tokens_of(answers) == native
-    assert_within_budget(sampler.samples)
+    # A sample of the budget during a release lowers it for a moment: not below is what is there.
+    for sample in sampler.samples:
+        assert max(sample.charged_bytes, sample.held_bytes) <= fleet.size_bytes, sample
     preemptions = [metric(s.url, "vllm:num_preemptions_total") for s in servers]
     print(f"preemptions: {preemptions}")
     assert sum(preemptions) > 0
