@@ -10,7 +10,9 @@ import msgspec
 
 from kvtide.sizing.errors import ConfigError
 
-__all__ = ["Fields", "read_json"]
+__all__ = ["RUN_DTYPES", "Fields", "read_json"]
+
+RUN_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -36,7 +38,8 @@ class Fields:
     """One object of a configuration, with the file and the path that errors name.
 
     `defaults` are those of the model type's own configuration class, for fields that published
-    files leave out; each one that was used is told in `assumed`.
+    files leave out; each one that was used is told in `assumed`. `told_dtype` is the dtype that
+    the model runs in where somebody said so, whatever the file has.
     """
 
     def __init__(
@@ -47,12 +50,14 @@ class Fields:
         section: str = "",
         model_type: str = "",
         defaults: Mapping[str, Any] | None = None,
+        told_dtype: str | None = None,
     ) -> None:
         self.data = dict(data)
         self.file = file
         self.section = section
         self.model_type = model_type
         self.defaults = defaults or {}
+        self.told_dtype = told_dtype
         self.assumed: list[str] = []
 
     def has(self, name: str) -> bool:
@@ -116,6 +121,14 @@ class Fields:
         if value not in choices:
             raise self._odd(name, f"one of {', '.join(choices)}")
         return str(value)
+
+    def run_dtype(self, need: str) -> str:
+        """The dtype that engines run: as told, else the file's, but bfloat16 for float32."""
+        if self.told_dtype is not None:
+            return self.told_dtype
+        name = "dtype" if self.has("dtype") else "torch_dtype"
+        dtype = self.text(name, need, RUN_DTYPES)
+        return "bfloat16" if dtype == "float32" else dtype
 
     def list_of(self, name: str, length: int) -> list[Any] | None:
         """A list of exactly `length` items, or None where the field is not there."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvtide.sizing.attention_models import Built, heads_of
 from kvtide.sizing.errors import ConfigError
-from kvtide.sizing.fields import Fields
-from kvtide.sizing.layers import DTYPE_BYTES, Attention, Kind, Layer, State
+from kvtide.sizing.fields import RUN_DTYPES, Fields
+from kvtide.sizing.layers import Attention, Kind, Layer, State
 
 if TYPE_CHECKING:
     from kvtide.sizing.families import Family
@@ -26,17 +26,13 @@ __all__ = [
     "qwen3_next",
 ]
 
-_DTYPES = tuple(DTYPE_BYTES)[:3]
-
 
 def _count(fields: Fields, family: Family) -> int:
     return fields.integer(family.layers_field, "the number of decoder layers")
 
 
 def _dtype(fields: Fields) -> str:
-    name = "dtype" if fields.has("dtype") else "torch_dtype"
-    dtype = fields.text(name, "the dtype of the recurrent state", _DTYPES)
-    return "bfloat16" if dtype == "float32" else dtype
+    return fields.run_dtype("the dtype of the recurrent state")
 
 
 def _stack(
@@ -78,7 +74,7 @@ def qwen3_next(fields: Fields, family: Family) -> Built:
     dtype = _dtype(fields)
     state_dtype = dtype
     if fields.has("mamba_ssm_dtype"):
-        state_dtype = fields.text("mamba_ssm_dtype", "dtype of the recurrent state", _DTYPES)
+        state_dtype = fields.text("mamba_ssm_dtype", "dtype of the recurrent state", RUN_DTYPES)
     state = State(
         "",
         0,
@@ -232,7 +228,7 @@ def nemotron_h(fields: Fields, family: Family) -> Built:
         kernel="conv_kernel",
     )
     name = "mamba_ssm_cache_dtype"
-    state_dtype = fields.text(name, "", _DTYPES) if fields.has(name) else "float32"
+    state_dtype = fields.text(name, "", RUN_DTYPES) if fields.has(name) else "float32"
     state = replace(state, state_dtype=state_dtype)
     kinds = {"M": False, "*": True, "-": None, "E": None}
     return _stack(fields, family, lambda i: kinds[pattern[i]], state)

@@ -11,7 +11,7 @@ from typing import Any
 from kvtide.sizing.errors import ConfigError
 from kvtide.sizing.families import FAMILIES, Family
 from kvtide.sizing.fields import Fields, read_json
-from kvtide.sizing.layers import DTYPE_BYTES, Attention, Layer, Shared
+from kvtide.sizing.layers import Attention, Layer, Shared
 
 __all__ = ["Model", "model_from_config", "read_model"]
 
@@ -70,8 +70,10 @@ class Model:
     assumed: tuple[str, ...]
 
 
-def read_model(path: str | os.PathLike[str]) -> Model:
+def read_model(path: str | os.PathLike[str], *, dtype: str | None = None) -> Model:
     """Read `config.json`, or the one in a folder, and `hf_quant_config.json` beside it.
+
+    `dtype` is what the engine runs it in, where it was told; else it is the file's.
 
     Raises
     ------
@@ -90,10 +92,12 @@ def read_model(path: str | os.PathLike[str]) -> Model:
     if "quantization_config" not in config and beside.exists():
         config["quantization_config"] = {"quant_method": "modelopt", **read_json(beside)}
     name = file.resolve().parent.name if file.name == _CONFIG else file.stem
-    return model_from_config(config, name=name, file=str(file))
+    return model_from_config(config, name=name, file=str(file), dtype=dtype)
 
 
-def model_from_config(config: Mapping[str, Any], *, name: str, file: str = _CONFIG) -> Model:
+def model_from_config(
+    config: Mapping[str, Any], *, name: str, file: str = _CONFIG, dtype: str | None = None
+) -> Model:
     """The same from a configuration in memory; `file` is what errors call it."""
     if config.get("model_type") == _EAGLE and isinstance(config.get("model"), dict):
         config = {"torch_dtype": config.get("torch_dtype"), **config["model"]}
@@ -117,7 +121,12 @@ def model_from_config(config: Mapping[str, Any], *, name: str, file: str = _CONF
         if inherited is not None:
             text["dtype"] = inherited
     fields = Fields(
-        text, file=file, section=part or "", model_type=model_type, defaults=family.defaults
+        text,
+        file=file,
+        section=part or "",
+        model_type=model_type,
+        defaults=family.defaults,
+        told_dtype=dtype,
     )
     if part:
         family = replace(family, layer=f"language_model.{family.layer}")
@@ -134,20 +143,12 @@ def model_from_config(config: Mapping[str, Any], *, name: str, file: str = _CONF
         num_layers=num_layers,
         encoder_layers=fields.integer_or("encoder_layers", 0),
         own_drafts=_own_drafts(fields, family, layers, num_layers),
-        dtype=_run_dtype(fields),
+        dtype=fields.run_dtype("the dtype that the KV cache has under kv-dtype auto"),
         weights_kv_dtype=_weights_kv_dtype(config, text),
         ssm_dtype=fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype"),
         max_model_len=longest,
         assumed=tuple(fields.assumed),
     )
-
-
-def _run_dtype(fields: Fields) -> str:
-    """The dtype that engines run: the file's, but bfloat16 for float32 weights."""
-    field = "dtype" if fields.has("dtype") else "torch_dtype"
-    known = tuple(d for d in DTYPE_BYTES if d != "fp8")
-    dtype = fields.text(field, "the dtype that the KV cache has under kv-dtype auto", known)
-    return "bfloat16" if dtype == "float32" else dtype
 
 
 def _own_drafts(

@@ -9,8 +9,10 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from kvtide.device.cuda import CudaDevice
-from kvtide.engines.vllm.own_memory import alone_on_device
+from kvtide.engines.vllm.own_figures import Graphs
+from kvtide.engines.vllm.own_memory import CONTEXT_BYTES, alone_on_device
 from kvtide.engines.vllm.worker import ElasticWorker
+from kvtide.observe.own_figures import by_kind
 from kvtide.sizing.capacity import vllm_capacity
 from kvtide.units import format_size
 
@@ -32,6 +34,7 @@ class ElasticGPUWorker(ElasticWorker, Worker):  # type: ignore[misc]
         with alone_on_device():
             available: int = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes:
+            self.kvtide_budget_bytes = available
             return available
         capacity_bytes = vllm_capacity(
             self.init_snapshot.total_memory,
@@ -46,6 +49,7 @@ class ElasticGPUWorker(ElasticWorker, Worker):  # type: ignore[misc]
             format_size(capacity_bytes),
             format_size(available),
         )
+        self.kvtide_budget_bytes = capacity_bytes
         return capacity_bytes
 
     def compile_or_warm_up_model(self) -> Any:
@@ -53,13 +57,36 @@ class ElasticGPUWorker(ElasticWorker, Worker):  # type: ignore[misc]
         if self.kvtide is None:
             return super().compile_or_warm_up_model()
         self.warming = True
+        graphs = Graphs(self.model_runner)
         try:
             with alone_on_device():
-                return super().compile_or_warm_up_model()
+                result = super().compile_or_warm_up_model()
         finally:
             self.warming = False
             torch.cuda.synchronize(self.device)
             self.kvtide.forget_named()
+        self._tell_of_own(graphs.captured_bytes)
+        return result
+
+    def _tell_of_own(self, graphs_bytes: int) -> None:
+        """What torch and the driver say of this process, by kind."""
+        weights_bytes = int(self.model_runner.model_memory_usage)
+        # Only a start that profiled has it: an explicit size of the cache needs no profile.
+        peak_bytes = int(vars(self).get("peak_activation_memory", 0))
+        assert self.kvtide is not None
+        device = self.kvtide.memory.device
+        assert isinstance(device, CudaDevice)
+        found = by_kind(
+            reserved_bytes=int(torch.accelerator.memory_reserved(self.device)),
+            weights_bytes=weights_bytes,
+            graphs_bytes=graphs_bytes,
+            peak_bytes=peak_bytes,
+            process_bytes=device.own_bytes(),
+            mapped_bytes=self.kvtide.memory.arena.mapped_bytes,
+            context_bytes=CONTEXT_BYTES,
+        )
+        planned = {"weights": weights_bytes, "activations": peak_bytes}
+        self.publish_own_figures(found.bytes_by_kind, planned, found.source)
 
     def use_stream(self) -> None:
         """Order the device's own work (zeroing, fences) with the model's."""

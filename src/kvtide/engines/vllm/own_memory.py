@@ -11,10 +11,10 @@ import torch
 from kvtide.device.driver import process_bytes
 from kvtide.units import MIB
 
-__all__ = ["alone_on_device"]
+__all__ = ["CONTEXT_BYTES", "alone_on_device"]
 
 # What a torch process holds beyond torch's own reserve, where nobody tells: measured on an H200.
-_CONTEXT_BYTES = 640 * MIB
+CONTEXT_BYTES = 640 * MIB
 
 
 @contextmanager
@@ -47,4 +47,4 @@ def _own_bytes(device: Any) -> int:
     told = process_bytes(f"GPU-{properties.uuid}")
     if told is not None:
         return told
-    return int(torch.accelerator.memory_reserved(index)) + _CONTEXT_BYTES
+    return int(torch.accelerator.memory_reserved(index)) + CONTEXT_BYTES

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.overrides import TorchFunctionMode
-
 from kvtide.engines import family
 from kvtide.engines.seats import find_seat
+from kvtide.engines.vllm.answered import Answered
 from kvtide.engines.vllm.block_major import block_major, prefer
 from kvtide.engines.vllm.devices import open_worker_device
 from kvtide.engines.vllm.eras import CacheLayout, read_layout
 from kvtide.engines.vllm.fitting import check_longest
-from kvtide.errors import KvtideError, UnsupportedError
-from kvtide.memory.tensors import tensor_over
+from kvtide.engines.vllm.own_figures import figures_of
+from kvtide.errors import KvtideError
+from kvtide.observe.own_figures import publish_figures
 from kvtide.ranks.endpoint import Endpoint
 from kvtide.ranks.memory import RankMemory
 from kvtide.settings import Settings
@@ -26,6 +25,8 @@ __all__ = ["ElasticWorker"]
 _log = logging.getLogger("vllm.kvtide")
 
 if TYPE_CHECKING:
+    from kvtide.sizing.rows import Allocation
+
     _Base = Any
 else:
     _Base = object
@@ -37,6 +38,9 @@ class ElasticWorker(_Base):
     kvtide: Endpoint | None = None
     # The engine warms up: what its steps name is mapped, though no block of it is handed out.
     warming = False
+    # What this worker was told that KV and state may take.
+    kvtide_budget_bytes: int | None = None
+    kvtide_allocated: tuple[Allocation, ...] = ()
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Have vLLM make its KV tensors over an arena instead of allocating them."""
@@ -47,10 +51,13 @@ class ElasticWorker(_Base):
             kv_cache_config, reason = block_major(
                 kv_cache_config, self.vllm_config, Settings.from_environ().layout
             )
-            memory, layout = self._open_memory(kv_cache_config)
-            with _Answered(layout, memory, self.device) as answered:
+            memory, layout, name = self._open_memory(kv_cache_config)
+            # A number of blocks that somebody gave wins over bytes.
+            given = self.cache_config.num_gpu_blocks_override is not None
+            budget_bytes = None if given else self.kvtide_budget_bytes
+            with Answered(layout, memory, self.device, budget_bytes) as answered:
                 super().initialize_from_config(kv_cache_config)
-            answered.check()
+            self.kvtide_allocated = answered.check(kv_cache_config, name)
         except KvtideError as error:
             family.end_server(error)
         _log.info(
@@ -66,7 +73,7 @@ class ElasticWorker(_Base):
         """From 0.29 on: block-outermost layouts first, unless `KVTIDE_LAYOUT` says otherwise."""
         return prefer(super().get_supported_kv_cache_layouts(), Settings.from_environ().layout)
 
-    def _open_memory(self, kv_cache_config: Any) -> tuple[RankMemory, CacheLayout]:
+    def _open_memory(self, kv_cache_config: Any) -> tuple[RankMemory, CacheLayout, str]:
         settings = Settings.from_environ()
         device = open_worker_device(self, settings)
         layout = read_layout(kv_cache_config, device.info.granularity_bytes)
@@ -87,7 +94,7 @@ class ElasticWorker(_Base):
         )
         self.use_stream()
         self.kvtide.back_null_block()
-        return memory, layout
+        return memory, layout, seat.instance.name
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Carry out what the step says of memory, then run it."""
@@ -106,6 +113,14 @@ class ElasticWorker(_Base):
 
     def use_stream(self) -> None:
         """Order the device's own work with the model's; nothing to do on the host."""
+
+    def publish_own_figures(
+        self, bytes_by_kind: dict[str, int], planned_bytes: dict[str, int], source: str
+    ) -> None:
+        """At the end of the start: tell `kvtide census` what this worker found itself to hold."""
+        if self.kvtide is not None:
+            figures = figures_of(self, bytes_by_kind, planned_bytes, source)
+            self._kvtide_figures = publish_figures(figures)
 
     def kvtide_describe(self) -> bytes | None:
         """What the scheduler must know of this worker's memory; None without a KV cache."""
@@ -131,55 +146,3 @@ def _named_blocks(scheduler_output: Any) -> set[int]:
         for group in groups or ():
             named.update(group)
     return named
-
-
-class _Answered(TorchFunctionMode):
-    """Answers exactly the calls by which vLLM allocates its KV cache."""
-
-    def __init__(self, layout: CacheLayout, memory: RankMemory, device: torch.device) -> None:
-        super().__init__()
-        self._layout = layout
-        self._memory = memory
-        self._device = device
-        self._calls = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        allocations = self._layout.allocations
-        if (
-            func is torch.zeros
-            and self._calls < len(allocations)
-            and args
-            and args[0] == allocations[self._calls][0]
-            and kwargs.get("dtype") is torch.int8
-        ):
-            size_bytes, offset_bytes = allocations[self._calls]
-            self._calls += 1
-            arena = self._memory.arena
-            return tensor_over(
-                arena.address + offset_bytes,
-                size_bytes,
-                arena.device.info,
-                self._device.index or 0,
-            )
-        return func(*args, **kwargs)
-
-    def check(self) -> None:
-        """Whether all of the KV cache lies in the arena.
-
-        Raises
-        ------
-        UnsupportedError
-            vLLM allocated some of it otherwise.
-        """
-        expected = len(self._layout.allocations)
-        if self._calls != expected:
-            import vllm
-
-            raise UnsupportedError(
-                f"vLLM {vllm.__version__} asked for {self._calls} of the {expected} KV-cache "
-                "allocations that its configuration lists: it allocates in a way that kvtide does "
-                "not know; supported are 0.26 on a GPU and 0.28 to 0.32 on a CPU"
-            )
