@@ -31,6 +31,11 @@ class Completion:
         None, or why it failed.
     started_seconds, ended_seconds
         On `time.monotonic`'s clock.
+    cached_tokens
+        Of the prompt, found in the prefix cache; None where the server does not say.
+    margins
+        Where asked for: of each token the second best id, and by how much (in logarithms of
+        probability) the chosen one was better.
     """
 
     index: int
@@ -38,18 +43,21 @@ class Completion:
     error: str | None
     started_seconds: float
     ended_seconds: float
+    cached_tokens: int | None = None
+    margins: tuple[tuple[int, float], ...] = ()
 
 
 def complete(
     url: str,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | str],
     *,
     max_tokens: int,
     model: str,
     concurrency: int | None = None,
+    margins: bool = False,
     on_done: Callable[[Completion], None] | None = None,
 ) -> list[Completion]:
-    """Send prompts of token ids, greedily continued by exactly `max_tokens` each.
+    """Send prompts, texts or token ids, greedily continued by exactly `max_tokens` each.
 
     Parameters
     ----------
@@ -59,6 +67,8 @@ def complete(
         The name under which it serves the model.
     concurrency
         Requests at one time; all at once where None.
+    margins
+        Ask also how close the second best token came each time.
     on_done
         Called in the requests' threads as each ends.
 
@@ -69,25 +79,33 @@ def complete(
     """
 
     def one(index: int) -> Completion:
-        request = {
+        prompt = prompts[index]
+        request: dict[str, Any] = {
             "model": model,
-            "prompt": list(prompts[index]),
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
         }
+        if margins:
+            request |= {"logprobs": 2, "return_tokens_as_token_ids": True}
         started = time.monotonic()
         tokens: tuple[int, ...] = ()
-        error = None
+        error, cached = None, None
+        close: tuple[tuple[int, float], ...] = ()
         try:
             answer = json.loads(_exchange("POST", url, "/v1/completions", request))
-            tokens = tuple(answer["choices"][0]["token_ids"])
+            choice = answer["choices"][0]
+            tokens = tuple(choice["token_ids"])
+            details = answer.get("usage", {}).get("prompt_tokens_details") or {}
+            cached = details.get("cached_tokens")
+            close = _margins(choice["logprobs"], tokens) if margins else ()
             if len(tokens) != max_tokens:
                 error = f"{len(tokens)} tokens came, {max_tokens} were asked for"
         except (OSError, http.client.HTTPException) as failure:
             error = f"{type(failure).__name__}: {failure}"
-        done = Completion(index, tokens, error, started, time.monotonic())
+        done = Completion(index, tokens, error, started, time.monotonic(), cached, close)
         if on_done is not None:
             on_done(done)
         return done
@@ -96,6 +114,17 @@ def complete(
         return []
     with ThreadPoolExecutor(max_workers=concurrency or len(prompts)) as pool:
         return list(pool.map(one, range(len(prompts))))
+
+
+def _margins(logprobs: dict[str, Any], tokens: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """Of each token the best other one, and how far behind it is; -1 where there is no other."""
+    found = []
+    for token, top in zip(tokens, logprobs["top_logprobs"], strict=True):
+        by_id = {int(name.rpartition(":")[2]): value for name, value in top.items()}
+        mine = by_id.pop(token)
+        other = max(by_id, key=by_id.__getitem__, default=-1)
+        found.append((other, float("inf") if other < 0 else mine - by_id[other]))
+    return tuple(found)
 
 
 def random_prompts(

@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
-import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 import msgspec
@@ -25,6 +21,7 @@ from kvtide.units import MIB, format_size
 from kvtide.verify.client import Completion, complete, metric, post, random_prompts
 from kvtide.verify.models import dtype_of, ensure_model
 from kvtide.verify.picture import can_draw, draw_memory
+from kvtide.verify.private import private_directory
 from kvtide.verify.sampling import MemorySampler
 from kvtide.verify.screen import Screen
 from kvtide.verify.servers import Server
@@ -80,7 +77,7 @@ def run_demo(out: Path, console: Console | None = None) -> bool:
     console.print(
         f"Two vLLM servers, a and b, share one device of {format_size(DEVICE_BYTES)}.", style="bold"
     )
-    with _private_directory() as work, Screen(console, NAMES) as screen:
+    with private_directory("kvtide-demo-") as work, Screen(console, NAMES) as screen:
         demo = _Demo(work, out, screen)
         outcome, phases = demo.run(started)
     figures, checks = figures_of(outcome), judge(outcome)
@@ -223,24 +220,6 @@ def _settled(sampler: MemorySampler) -> int:
             break
         time.sleep(0.1)
     return sampler.samples[-1].total_charged_bytes
-
-
-@contextlib.contextmanager
-def _private_directory() -> Iterator[Path]:
-    """A directory in memory where there is one, gone at the end, also at SIGTERM."""
-    memory = Path("/dev/shm")
-    parent = memory if os.access(memory, os.W_OK) else None
-    path = Path(tempfile.mkdtemp(prefix="kvtide-demo-", dir=parent))
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield path
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        shutil.rmtree(path)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _report(console: Console, figures: Figures, checks: Sequence[Check], out: Path) -> None:

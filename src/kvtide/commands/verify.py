@@ -1,0 +1,55 @@
+"""`kvtide verify`: the correctness matrix, against the native engine on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to an application."""
+    app.command("verify")(verify)
+
+
+def verify(
+    engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of a model; again for more. Default: tiny ones, made here."),
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Tensor parallel ranks of each server.")] = 1,
+    case: Annotated[str | None, typer.Option(help="Only cases like this: 'model/*'.")] = None,
+    backend: Annotated[str, typer.Option(help="host or cuda.")] = "host",
+    out: Annotated[Path, typer.Option(help="Directory of the report and logs.")] = Path(
+        "verify-out"
+    ),
+    dtype: Annotated[
+        str, typer.Option(help="Of the models named with --model: float32 compares exactly.")
+    ] = "float32",
+    other: Annotated[
+        str | None, typer.Option(help="ENGINE=PYTHON of the other engine, for the mixed pair.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
+) -> None:
+    """Compare kvtide with the native engine: tokens, cache hits, memory, limits, order of starts.
+
+    Exit 0 only if every check held.
+    """
+    from kvtide.verify.running import run_verify
+
+    if not run_verify(
+        engine=engine,
+        models=model or [],
+        tp=tp,
+        pattern=case,
+        backend=backend,
+        out=out,
+        dtype=dtype,
+        other=other,
+        as_json=as_json,
+    ):
+        raise typer.Exit(1)

