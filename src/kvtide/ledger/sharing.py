@@ -1,15 +1,16 @@
 """Who gives memory, and how much: pure functions of what the records say.
 
-A *need* is an unmet wish, memory that an engine is about to load, or headroom. What lies within an
-instance's min comes before all else, then higher priority before lower, then the older need. For a
-need idle memory goes first, lowest priority first and in proportion among equals; for a min or a
-higher priority then that of running requests, never below the giver's own min.
+A *need* is headroom, memory that an engine is about to load, or an unmet wish. Headroom and loading
+come first, then of the wishes what lies within an instance's min, then the rest; among equals
+higher priority before lower, then the older need. For a need idle memory goes first, lowest
+priority first and in proportion among equals; for a min or a higher priority then that of running
+requests, never below the giver's own min.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvtide.ledger.policy import Holding
 
@@ -37,8 +38,8 @@ class _Need(NamedTuple):
     order: tuple[int, int, int, int]
     holder: Holding
     size_bytes: int
-    preempts: bool
-    own_too: bool
+    preempts: Literal["nobody", "lower", "all"]
+    own_too: bool = False
 
 
 def _needs(holdings: Sequence[Holding]) -> list[_Need]:
@@ -46,13 +47,14 @@ def _needs(holdings: Sequence[Holding]) -> list[_Need]:
     for h in holdings:
         wanted_bytes = h.wanted_bytes()
         within_bytes = min(wanted_bytes, h.below_min_bytes)
-        age, live = (-h.priority, h.wish_since_ns, h.slot), not h.wish_is_stale
-        loading = (1, -h.priority, h.loading_since_ns, h.slot)
+        age, stale = (-h.priority, h.wish_since_ns, h.slot), h.wish_is_stale
+        loading = (0, -h.priority, h.loading_since_ns, h.slot)
         needs += [
-            _Need((0, *age), h, within_bytes, live, False),
-            _Need((1, *age), h, wanted_bytes - within_bytes, live, False),
-            _Need(loading, h, h.loading_bytes, True, True),
-            _Need((1, -h.priority, 0, h.slot), h, h.headroom_bytes, False, True),
+            # No grant gets these two, so what comes later must be collected on top of them.
+            _Need((0, -h.priority, 0, h.slot), h, h.headroom_bytes, "nobody", own_too=True),
+            _Need(loading, h, h.loading_bytes, "lower", own_too=True),
+            _Need((1, *age), h, within_bytes, "nobody" if stale else "all"),
+            _Need((2, *age), h, wanted_bytes - within_bytes, "nobody" if stale else "lower"),
         ]
     return sorted((n for n in needs if n.size_bytes > 0), key=lambda n: n.order)
 
@@ -87,19 +89,19 @@ class _Gifts:
             if h.slot == need.holder.slot and not need.own_too:
                 continue
             can_bytes = self._can_idle[h.slot] - self.idle[h.slot]
-            if h.slot != need.holder.slot and h.slot in first:
+            if h.slot in first:
                 # It waits itself: nothing for what comes after it, and its min stays its own.
                 if first[h.slot].order < need.order:
                     can_bytes = 0
                 can_bytes = min(can_bytes, self._above_min(h))
             left[h.slot] = can_bytes
         came_bytes = self._take(self.idle, left, missing_bytes)
-        if need.preempts and came_bytes < missing_bytes:
+        if need.preempts != "nobody" and came_bytes < missing_bytes:
             left = {
                 h.slot: min(self._can_run[h.slot] - self.running[h.slot], self._above_min(h))
                 for h in self._holdings
                 if h.slot != need.holder.slot
-                and (need.order[0] == 0 or h.priority < need.holder.priority)
+                and (need.preempts == "all" or h.priority < need.holder.priority)
                 and not (h.slot in first and first[h.slot].order < need.order)
             }
             came_bytes += self._take(self.running, left, missing_bytes - came_bytes)
