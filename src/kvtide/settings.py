@@ -18,6 +18,7 @@ LAYOUTS = ("auto", "block-major", "per-layer")
 LOG_FORMS = ("text", "json", "none")
 
 _MAX_NAME_BYTES = 128
+_MAX_PRIORITY = 1000
 _NAME = re.compile(r"[^\s/\x00-\x1f\x7f]+")
 _DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
@@ -70,6 +71,12 @@ def _seconds(text: str) -> float | None:
     return value
 
 
+def _priority(text: str) -> int:
+    if not re.fullmatch(r"[+-]?\d{1,4}", text, re.ASCII) or abs(int(text)) > _MAX_PRIORITY:
+        raise UsageError(f"write a whole number from -{_MAX_PRIORITY} to {_MAX_PRIORITY}")
+    return int(text)
+
+
 def _size_or_none(text: str) -> int | None:
     return None if text == "none" else parse_size(text)
 
@@ -110,6 +117,15 @@ class Settings:
     dir: Path = _setting(Path, _default_dir, "directory of the ledgers, private to one user")
     name: str | None = _setting(check_name, None, "name of this instance; default: engine-model")
     limit: int | None = _setting(_size_or_none, None, "ceiling of this instance on each device")
+    min: int = _setting(
+        parse_size, 0, "what this instance can always get back of each device; default: nothing"
+    )
+    priority: int = _setting(
+        _priority, 0, "who gives way first: the lower number; from -1000 to 1000"
+    )
+    headroom: int = _setting(
+        parse_size, 0, "bytes this instance wants left unclaimed on each device, by anybody"
+    )
     margin: int | None = _setting(
         parse_size, None, "bytes of a device never lent; default: 1%, at least 512MiB; host: 0"
     )
@@ -185,3 +201,9 @@ class Settings:
                 f"KVTIDE_LIMIT={format_size(self.limit)} is above "
                 f"KVTIDE_BUDGET={format_size(self.budget)}: lower the one or raise the other"
             )
+        for variable, ceiling in (("KVTIDE_LIMIT", self.limit), ("KVTIDE_BUDGET", self.budget)):
+            if ceiling is not None and self.min > ceiling:
+                raise SettingsError(
+                    f"KVTIDE_MIN={format_size(self.min)} is above "
+                    f"{variable}={format_size(ceiling)}: lower the one or raise the other"
+                )

@@ -31,6 +31,18 @@ def run(
     limit: Annotated[
         str | None, typer.Option(help="Most that it may take of a device: 12GiB.")
     ] = None,
+    minimum: Annotated[
+        str | None, typer.Option("--min", help="What it can always get back: 4GiB.")
+    ] = None,
+    priority: Annotated[
+        str | None, typer.Option(help="Who gives way first: the lower number.")
+    ] = None,
+    headroom: Annotated[
+        str | None, typer.Option(help="Bytes of a device to be left unclaimed by anybody.")
+    ] = None,
+    wait_deadline: Annotated[
+        str | None, typer.Option(help="Seconds it waits for memory before it gives up.")
+    ] = None,
     budget: Annotated[
         str | None, typer.Option(help="Most that a device lends to all instances.")
     ] = None,
@@ -45,6 +57,10 @@ def run(
     given = {
         "name": name,
         "limit": limit,
+        "min": minimum,
+        "priority": priority,
+        "headroom": headroom,
+        "wait_deadline": wait_deadline,
         "budget": budget,
         "host_memory": host_memory,
         "dir": directory,

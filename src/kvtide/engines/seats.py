@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 
 from kvtide.device.base import DeviceInfo
 from kvtide.engines.family import at_end
-from kvtide.errors import KvtideError
+from kvtide.errors import KvtideError, LedgerError
 from kvtide.ledger import DeviceSpec, Instance, Ledger
 from kvtide.ranks.elastic import Seat
 from kvtide.settings import Settings
@@ -17,6 +19,8 @@ __all__ = ["find_seat", "spec_of", "take_seats"]
 _VARIABLE = "KVTIDE_INTERNAL_SEATS"
 _MIN_MARGIN_BYTES = 512 * MIB
 _MARGIN_SHARE = 100
+# How long the outermost process, itself at its end, waits for the others to be gone.
+_LEAVING_SECONDS = 2.0
 
 # Kept for the life of this process: with them its leases would end.
 _taken: list[tuple[Ledger, Instance]] = []
@@ -42,7 +46,8 @@ def spec_of(info: DeviceInfo, settings: Settings) -> DeviceSpec:
 def take_seats(settings: Settings, default_name: str, devices: list[DeviceInfo]) -> str:
     """Register an instance on each of these devices, under one name; the name.
 
-    Its limit is in force from here on. Processes started from now on find the seats.
+    Its limit, min, priority and headroom are in force from here on. Processes started from now on
+    find the seats.
 
     Raises
     ------
@@ -58,7 +63,14 @@ def take_seats(settings: Settings, default_name: str, devices: list[DeviceInfo])
     name, explicit = settings.name or default_name, settings.name is not None
     seats = []
     for ledger in ledgers:
-        instance = ledger.register(name, limit_bytes=settings.limit, explicit=explicit)
+        instance = ledger.register(
+            name,
+            explicit=explicit,
+            limit_bytes=settings.limit,
+            min_bytes=settings.min,
+            priority=settings.priority,
+            headroom_bytes=settings.headroom,
+        )
         # The first device decides which name is free; the others must have the same one.
         name, explicit = instance.name, True
         _taken.append((ledger, instance))
@@ -68,10 +80,22 @@ def take_seats(settings: Settings, default_name: str, devices: list[DeviceInfo])
 
 
 def _leave() -> None:
+    deadline = time.monotonic() + _LEAVING_SECONDS
     while _taken:
         ledger, instance = _taken.pop()
-        instance.close()
+        try:
+            instance.close()
+            # Workers may still be dying. Who sees the last pool end removes what else is left.
+            while time.monotonic() < deadline and _is_there(ledger, instance):
+                time.sleep(0.01)
+                ledger.retire_dead()
+        except LedgerError as error:
+            print(f"kvtide: {error}", file=sys.stderr, flush=True)
         ledger.close()
+
+
+def _is_there(ledger: Ledger, instance: Instance) -> bool:
+    return any(i.key == instance.key for i in ledger.snapshot().instances)
 
 
 def find_seat(settings: Settings, info: DeviceInfo) -> Seat:
