@@ -36,14 +36,38 @@ def prompts_of(seed: int, count: int, shortest: int, longest: int) -> list[list[
     ]
 
 
-def until(condition: Callable[[], object], seconds: float, what: str) -> float:
-    """Wait until something holds; the seconds that it took. Fails after so many."""
+def until(
+    condition: Callable[[], object],
+    seconds: float,
+    what: str,
+    instead: Callable[[], object] = lambda: "",
+) -> float:
+    """Wait until something holds; the seconds that it took. Fails after so many.
+
+    `instead` says what there is while it does not hold.
+    """
     started = time.monotonic()
     while not condition():
         took = time.monotonic() - started
-        assert took < seconds, f"not within {seconds} s: {what}"
+        assert took < seconds, f"not within {seconds} s: {what} {instead()}"
         time.sleep(0.005)
     return time.monotonic() - started
+
+
+def processes(pids: Sequence[int]) -> dict[int, str]:
+    """What runs in these processes, as the kernel has it: command, state, threads' states."""
+    found = {}
+    for pid in pids:
+        try:
+            tasks = [
+                (task / "stat").read_text().rpartition(")")[2].split()[0]
+                for task in Path(f"/proc/{pid}/task").iterdir()
+            ]
+            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+            found[pid] = f"{command[-120:]} ({''.join(sorted(tasks))})"
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
 
 
 def tokens_of(answers: Sequence[Completion]) -> list[tuple[int, ...]]:
