@@ -46,13 +46,10 @@ def patch_elastic(module: Any) -> None:
         memory._grow = synchronous_grow
 
 
-def synchronous_grow(self: Any, blocks: int, cause: int = 0) -> Any:
+def synchronous_grow(self: Any, growths: list[Any], cause: int = 0) -> Any:
     from kvtide.ledger import Refusal
     from kvtide.ranks.batches import places
 
-    growths = self.pool.plan_growth(blocks)
-    if growths is None:
-        return Refusal("limit", blocks, 0, False)
     self.pool.begin_growth(growths)
     of_shape = [places(g.extents, self._granule) for g in growths]
     of_rank = {m.rank: of_shape[m.shape] for m in self.ranks.members}
@@ -69,7 +66,7 @@ def synchronous_grow(self: Any, blocks: int, cause: int = 0) -> Any:
             executor.collective_rpc("bench_unmap", args=(of_rank, done))
     self.pool.abort_growth(growths)
     save()
-    return Refusal("budget", blocks, 0, True)
+    return Refusal("budget", 0, 0, True)
 
 
 def patch_ranks(module: Any) -> None:

@@ -154,8 +154,9 @@ class ElasticMemory(Generic[B]):
         refusal = self._grow(wish, Cause.NEED)
         if refusal is not None and desired > blocks:
             least = self.pool.plan_growth(blocks)
-            assert least is not None
-            refusal = self._grow(least, Cause.NEED)
+            # None where all that is left is stuck in a device, or being undone.
+            if least is not None:
+                refusal = self._grow(least, Cause.NEED)
         if refusal is None:
             return True
         self.refusals += 1
