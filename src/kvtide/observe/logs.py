@@ -17,6 +17,12 @@ _MATTERS: Final = {Kind.WAIT, Kind.RESUME, Kind.QUARANTINE, Kind.SPLIT}
 _MATTERING_SHRINKS: Final = {
     *(Cause.OTHERS, Cause.LIMIT, Cause.TRIM, Cause.MIN, Cause.PRIORITY, Cause.RESERVATION),
 }
+_PLAIN: Final = {
+    Kind.GROW: "grows by",
+    Kind.REFUSE: "is refused",
+    Kind.MISS: "lacks",
+    Kind.EVICT: "evicts",
+}
 _WHY: Final = {
     Cause.OTHERS: "that others wish for",
     Cause.LIMIT: "above its limit",
@@ -40,6 +46,8 @@ def event_text(kind: int, cause: int, size_bytes: int, detail: int) -> str:
         return f"gives back {size} {_WHY.get(cause, f'({why})')}"
     if kind == Kind.SPLIT:
         return f"splits {detail} extents to give back {size}"
+    if kind in _PLAIN:
+        return f"{_PLAIN[kind]} {size} ({why})"
     return f"{KIND_NAMES[kind]} {size} ({why})"
 
 

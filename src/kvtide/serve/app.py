@@ -36,9 +36,8 @@ _MAX_STREAMED = 1_000_000
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def make_app(directory: Path, token: Token, hosts: Sequence[str], interval: float) -> Starlette:
+def make_app(directory: Path, hub: Hub, token: Token, hosts: Sequence[str]) -> Starlette:
     """The application over one directory of ledgers; `hosts` are its own names with the port."""
-    hub = Hub(directory, interval)
     routes = _Routes(directory, hub)
 
     @asynccontextmanager
@@ -98,10 +97,6 @@ async def _body(request: Request, kind: type[S]) -> S:
         raise HTTPException(422, f"the body is not what is described: {error}") from error
 
 
-def _size(limit: int | str | None) -> int | None:
-    return parse_size(limit) if isinstance(limit, str) else limit
-
-
 @dataclass(frozen=True)
 class _Routes:
     directory: Path
@@ -134,7 +129,7 @@ class _Routes:
             steer.set_limit,
             self.directory,
             request.path_params["name"],
-            _size(change.limit),
+            None if change.limit is None else parse_size(change.limit),
             change.revision,
             change.device,
         )

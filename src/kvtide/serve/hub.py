@@ -78,7 +78,8 @@ class Hub:
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._dead: set[tuple[str, str]] = set()
         self.sample = Sample(0.0, Status(()), (), (), ())
-        self._listeners: set[asyncio.Queue[bytes]] = set()
+        # None ends a stream.
+        self._listeners: set[asyncio.Queue[bytes | None]] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -109,6 +110,13 @@ class Hub:
         while self.points and self.points[0].time < sample.time - _KEPT_SECONDS:
             self.points.popleft()
         message = b"data: " + msgspec.json.encode(self.view(sample.events)) + b"\n\n"
+        self._tell(message)
+
+    def stop(self) -> None:
+        """End all streams, since the server ends."""
+        self._tell(None)
+
+    def _tell(self, message: bytes | None) -> None:
         for queue in self._listeners:
             if queue.full():  # a client that does not read misses the oldest, and nobody waits
                 queue.get_nowait()
@@ -140,13 +148,13 @@ class Hub:
 
     async def stream(self, most: int | None) -> AsyncIterator[bytes]:
         """Server-sent events: one view now, and one after every look; `most` of them."""
-        queue: asyncio.Queue[bytes] = asyncio.Queue(maxsize=8)
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=8)
         self._listeners.add(queue)
         sent = 1
         try:
             yield b"data: " + msgspec.json.encode(self.view()) + b"\n\n"
-            while most is None or sent < most:
-                yield await queue.get()
+            while (most is None or sent < most) and (message := await queue.get()) is not None:
+                yield message
                 sent += 1
         finally:
             self._listeners.discard(queue)

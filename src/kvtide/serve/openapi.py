@@ -11,7 +11,6 @@ from kvtide.serve.hub import Point, View
 
 __all__ = ["LimitChange", "LimitSet", "Problem", "describe"]
 
-Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 SizeText = Annotated[
     str,
     msgspec.Meta(
@@ -24,13 +23,13 @@ DeviceName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class LimitChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A limit to set: bytes, a size in words, or null for none.
+    """A limit to set: a size in words, or null for none.
 
     `revision` is the one that was seen: 409 if it is not the current one any more. Without
     `device` it is set wherever the instance runs.
     """
 
-    limit: Size | SizeText | None
+    limit: SizeText | None
     revision: Revision | None = None
     device: DeviceName | None = None
 

@@ -150,10 +150,10 @@ function showRow(row, device, instance) {
   bar.setAttribute("aria-label",
     `${size(instance.mapped_bytes)} mapped: ${size(instance.used_bytes)} in use, ${size(instance.cached_bytes)} cached, ` +
     `${size(instance.idle_bytes)} idle; limit ${limit}`);
-  text(row.querySelector(".mapped"), size(instance.mapped_bytes));
-  text(row.querySelector(".used"), size(instance.used_bytes));
-  text(row.querySelector(".cached"), size(instance.cached_bytes));
-  text(row.querySelector(".waiting"), instance.waiting_bytes ? size(instance.waiting_bytes) : "");
+  text(row.querySelector(".is-mapped"), size(instance.mapped_bytes));
+  text(row.querySelector(".is-used"), size(instance.used_bytes));
+  text(row.querySelector(".is-cached"), size(instance.cached_bytes));
+  text(row.querySelector(".is-waiting"), instance.waiting_bytes ? size(instance.waiting_bytes) : "");
   const input = row.querySelector("input");
   if (row.dataset.revision !== String(instance.limit_revision)) {
     row.dataset.revision = instance.limit_revision;

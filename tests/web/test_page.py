@@ -1,0 +1,148 @@
+"""The page in a real browser: bars move, a limit holds, the dead vanish, everybody can use it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+from kvtide.units import MIB
+
+pytestmark = pytest.mark.web
+
+AXE = Path(__file__).parent / "node_modules" / "axe-core" / "axe.min.js"
+SHOTS = os.environ.get("SCREENSHOTS")
+
+
+def until(browser, true, what):
+    return WebDriverWait(browser, 10, poll_frequency=0.05).until(lambda _: true(), what)
+
+
+def row(browser, name):
+    found = browser.find_elements(By.CSS_SELECTOR, f"tr[data-instance='{name}']")
+    return found[0] if found else None
+
+
+def cell(browser, name, kind):
+    return row(browser, name).find_element(By.CLASS_NAME, f"is-{kind}").text
+
+
+def width(browser, kind):
+    """Of the device's bar, in pixels."""
+    script = f"""
+        const found = document.querySelectorAll(".device > .bar > .{kind}");
+        return [...found].reduce((sum, e) => sum + e.getBoundingClientRect().width, 0);
+    """
+    return browser.execute_script(script)
+
+
+def console_errors(browser):
+    return [line for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
+
+
+@pytest.fixture
+def page(browser, served, world):
+    world.engine("chat").hold(40, 60, 4)
+    world.engine("code", limit_bytes=128 * MIB).hold(10, 0, 0)
+    console_errors(browser)  # those of the test before
+    browser.get(served.address)
+    until(browser, lambda: row(browser, "code"), "both instances are shown")
+    yield browser
+    assert console_errors(browser) == []
+
+
+def test_bars_and_figures_follow_what_engines_do(page, world):
+    assert cell(page, "chat", "used") == "40 MiB"
+    assert cell(page, "chat", "cached") == "60 MiB"
+    before = width(page, "hue1")
+    world.engines["code"].hold(80, 10, 0)
+    until(page, lambda: cell(page, "code", "used") == "80 MiB", "the figure has moved")
+    until(page, lambda: width(page, "hue1") > 5 * before, "the bar has moved")
+    label = page.find_element(By.CSS_SELECTOR, ".device > .bar").get_attribute("aria-label")
+    assert "code 90 MiB" in label
+    texts = [e.text for e in page.find_elements(By.CSS_SELECTOR, "#events td:last-child")]
+    assert any("grows by 80MiB" in text for text in texts), texts
+
+
+def test_a_limit_set_by_keyboard_alone_holds_in_the_ledger(page, world):
+    assert "token" not in page.current_url
+    field = row(page, "chat").find_element(By.TAG_NAME, "input")
+    field.click()
+    field.send_keys(Keys.CONTROL, "a")
+    field.send_keys("96MiB", Keys.ENTER)
+    notice = page.find_element(By.ID, "notice")
+    until(page, lambda: "96MiB" in notice.text, "the page says that it is done")
+    assert world.engines["chat"].instance.limit_bytes == 96 * MIB
+    marks = "return document.querySelectorAll(\"tr[data-instance='chat'] .limit\").length"
+    until(page, lambda: page.execute_script(marks) >= 1, "the limit is marked")
+
+
+def test_a_limit_changed_elsewhere_meanwhile_is_not_overwritten(page, world):
+    page.execute_script("document.querySelector(\"tr[data-instance='chat']\").dataset.revision=7")
+    # As if the page had not been told yet: its next view would mend it, so at once.
+    page.execute_script(
+        """
+        const row = document.querySelector("tr[data-instance='chat']");
+        row.dataset.revision = 7;
+        row.querySelector("input").value = "64MiB";
+        row.querySelector("form").requestSubmit();
+        """
+    )
+    notice = page.find_element(By.ID, "notice")
+    until(page, lambda: "revision" in notice.text, "the page says that it is stale")
+    assert world.engines["chat"].instance.limit_bytes is None
+    # The browser itself logs the refusal; that is no fault of the page.
+    assert all("409" in line["message"] for line in console_errors(page))
+
+
+def test_without_the_token_nothing_changes(page, world):
+    token = page.find_element(By.ID, "token")
+    token.clear()
+    token.send_keys("guess")
+    field = row(page, "chat").find_element(By.TAG_NAME, "input")
+    field.clear()
+    field.send_keys("96MiB", Keys.ENTER)
+    notice = page.find_element(By.ID, "notice")
+    until(page, lambda: "token" in notice.text, "the page says why")
+    assert world.engines["chat"].instance.limit_bytes is None
+    page.execute_script("sessionStorage.clear()")
+    assert all("401" in line["message"] for line in console_errors(page))
+
+
+def test_an_instance_that_ends_vanishes(page, world):
+    world.end("chat")
+    until(page, lambda: row(page, "chat") is None, "its row is gone")
+    until(page, lambda: width(page, "hue0") == 0, "its part of the bar is gone")
+    texts = [e.text for e in page.find_elements(By.CSS_SELECTOR, "#events td:last-child")]
+    assert any("is gone" in text for text in texts)
+
+
+def test_axe_finds_nothing_serious(page, world):
+    world.engines["chat"].hold(60, 60, 4)
+    until(page, lambda: cell(page, "chat", "used") == "60 MiB", "the figure has moved")
+    page.execute_script(AXE.read_text())
+    found = page.execute_async_script(
+        "const done = arguments[0]; axe.run(document).then(done, (e) => done(String(e)))"
+    )
+    bad = [(v["id"], v["impact"], [n["html"] for n in v["nodes"]]) for v in found["violations"]]
+    assert [v for v in bad if v[1] in ("serious", "critical")] == []
+    assert found["passes"]
+    if SHOTS:
+        page.save_screenshot(str(Path(SHOTS) / f"page-{page.kvtide_scheme}.png"))
+
+
+def test_all_controls_can_be_reached_by_tab(page):
+    reached = []
+    page.find_element(By.TAG_NAME, "body").click()
+    for _ in range(14):
+        page.switch_to.active_element.send_keys(Keys.TAB)
+        active = page.switch_to.active_element
+        reached.append(
+            active.get_attribute("aria-label") or active.text or active.get_attribute("id")
+        )
+    assert any(r.startswith("Limit of chat") for r in reached), reached
+    assert any(r.startswith("Set the limit of code") for r in reached), reached
