@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from kvtide.commands import bench, census, demo, doctor, limit, plan, run, status, verify
+from kvtide.commands import bench, census, demo, doctor, plan, run, status, steer, verify
 from kvtide.errors import KvtideError
 
 __all__ = ["build", "main"]
@@ -24,7 +24,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for command in (run, status, limit, plan, census, bench, doctor, demo, verify):
+    for command in (run, status, steer, plan, census, bench, doctor, demo, verify):
         command.register(app)
     return app
 

@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(no_args_is_help=True, help="Measure kvtide here, against the floor.")
     bench.command("growth")(_growth)
     bench.command("blocks")(_blocks)
+    bench.command("serve")(_serve)
     app.add_typer(bench, name="bench")
 
 
@@ -57,6 +58,53 @@ def _blocks(as_json: _Json = False) -> None:
             "this in vLLM's environment"
         ) from None
     _show({"blocks": [measure_blocks(caching=caching) for caching in (False, True)]}, as_json)
+
+
+def _serve(
+    model: Annotated[
+        str, typer.Option(help="Directory of a model; a tiny one is made where none is given.")
+    ] = "",
+    engine: Annotated[str, typer.Option(help="The engine: vllm.")] = "vllm",
+    pairs: Annotated[int, typer.Option(help="Interleaved pairs.")] = 5,
+    requests: Annotated[int, typer.Option(help="Requests of one round.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 256,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
+    concurrency: Annotated[int, typer.Option(help="Requests at a time, closed loop.")] = 16,
+    prefix_caching: Annotated[bool, typer.Option(help="Leave the prefix cache on.")] = True,
+    as_json: _Json = False,
+) -> None:
+    """Serve with a native server and one under kvtide, in turns (needs vLLM)."""
+    import tempfile
+    from pathlib import Path
+
+    from kvtide.bench.serve import measure_serving
+    from kvtide.errors import UsageError
+
+    if engine != "vllm":
+        raise UsageError(f"--engine {engine}: only vllm can be measured by this command")
+    arguments = ["--dtype", "float32", "--max-model-len", "2048"]
+    if not prefix_caching:
+        arguments.append("--no-enable-prefix-caching")
+    with tempfile.TemporaryDirectory() as scratch:
+        if model:
+            path = Path(model)
+        else:
+            from kvtide.verify.models import ensure_model
+
+            path = ensure_model("llama", Path(scratch))
+        figures = measure_serving(
+            path,
+            pairs=pairs,
+            requests=requests,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            concurrency=concurrency,
+            arguments=arguments,
+            environ={"KVTIDE_HOST_MEMORY": "1GiB"},
+            native_environ={"VLLM_CPU_KVCACHE_SPACE": "1"},
+            tell=lambda text: typer.echo(text, err=True),
+        )
+    _show({"serve": {"prefix_caching": prefix_caching, **figures}}, as_json)
 
 
 def _show(figures: dict[str, Any], as_json: bool) -> None:

@@ -210,6 +210,13 @@ class Ledger:
         """
         return ask_to_trim(self, name, to_bytes, running=running)
 
+    def is_trimming(self, key: str) -> bool:
+        """Whether an instance has not done yet what `ask_to_trim` asked of it."""
+        slot, generation = _parse(key, w.MAX_INSTANCES)
+        words, at = self.file.words, w.instance_at(slot)
+        asks: bool = words[at + w.I_TRIM_ASKED] != words[at + w.I_TRIM_DONE]
+        return asks and words[at] == generation
+
     def snapshot(self) -> Snapshot:
         """The ledger at one moment, without its lock.
 
