@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fleet import Fleet, until
@@ -65,7 +66,7 @@ def test_the_allocations_are_the_plans(fleet: Fleet, kind: str) -> None:
 def test_the_command_says_the_same(fleet: Fleet) -> None:
     fleet.start("llama", "a").wait_ready()
     environ = os.environ | {"KVTIDE_DIR": str(fleet.ledgers)}
-    command = [sys.executable, "-m", "kvtide.cli", "census", "a"]
+    command = [str(Path(sys.executable).with_name("kvtide")), "census", "a"]
     said = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
     assert "DIFFERS" not in said
     assert "model.layers.0" in said

@@ -43,6 +43,8 @@ class Request:
     `max_num_batched_tokens`, `max_num_seqs`: None for the engine's default on the device.
     `block_outermost`: vLLM's layout has all layers of a block side by side (BLNHC, BLHNC).
     `prefix_caching`: hybrids keep one more state a sequence under it.
+    `conv_dtype`, `state_dtype`: of convolutions and recurrent matrices, where vLLM was told them
+    (`--mamba-cache-dtype`, `--mamba-ssm-cache-dtype`) or chose them for its CPU's kernels.
     """
 
     engine: str = "vllm"
@@ -58,6 +60,8 @@ class Request:
     prefix_caching: bool = True
     block_outermost: bool = False
     platform: str = "cuda"
+    conv_dtype: str | None = None
+    state_dtype: str | None = None
 
     def __post_init__(self) -> None:
         choices = (("engine", ENGINES), ("kv_dtype", KV_DTYPES), ("platform", tuple(PLATFORMS)))

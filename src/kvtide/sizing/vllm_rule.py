@@ -54,7 +54,16 @@ class VllmRule:
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The model's layers, then those of its draft."""
-        return (*self.model.layers, *draft_layers(self.model, self.request))
+        layers = (*self.model.layers, *draft_layers(self.model, self.request))
+        return tuple(map(self._with_told_dtypes, layers))
+
+    def _with_told_dtypes(self, layer: Layer) -> Layer:
+        if not isinstance(layer, State):
+            return layer
+        conv, state = self.request.conv_dtype, self.request.state_dtype
+        return replace(
+            layer, conv_dtype=conv or layer.conv_dtype, state_dtype=state or layer.state_dtype
+        )
 
     @cached_property
     def _batch_defaults(self) -> tuple[int, int]:

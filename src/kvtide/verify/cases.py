@@ -11,7 +11,7 @@ from typing import Any
 from kvtide.units import GIB, MIB
 from kvtide.verify.life import Life
 from kvtide.verify.limit_case import judge_limit, run_limit
-from kvtide.verify.model_case import MAX_MODEL_LEN, judge_model, run_life
+from kvtide.verify.model_case import KVTIDE, MAX_MODEL_LEN, NATIVE, judge_model, run_life
 from kvtide.verify.order_case import judge_order, run_order
 from kvtide.verify.pair_case import judge_pair, run_pair
 from kvtide.verify.servers import Options, Server
@@ -122,10 +122,15 @@ def _both(bench: Bench, model: Model, options: Options, layout: str) -> Seen:
     site = bench.site(_ROOMY_BYTES if bench.backend == "host" else 2 * GIB, layout=layout)
     # Natively the size has to be given: else it is a share of the whole machine.
     told = replace(options, kv_bytes=options.kv_bytes or _ROOMY_BYTES)
-    lives = [
-        run_life(site, bench.kind, model, given, native=native, say=bench.say)
-        for given, native in ((told, True), (options, False))
-    ]
+    # Both start at once, since most of that is one thread's work; then one is asked at a time.
+    with (
+        site.server(bench.kind, model, NATIVE, told, native=True, python=bench.python) as first,
+        site.server(bench.kind, model, KVTIDE, options, python=bench.python) as second,
+    ):
+        lives = [
+            run_life(site, server, native=native, margins=not model.exact, say=bench.say)
+            for server, native in ((first, True), (second, False))
+        ]
     native, elastic = lives
     return Seen(lives, judge_model(native, elastic, exact=model.exact))
 

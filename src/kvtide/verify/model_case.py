@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 from kvtide.verify.answers import all_answered, cached_equal, recorded, tokens_equal
 from kvtide.verify.life import Life, drop_cache, end_checks, lived, ready_check
-from kvtide.verify.servers import Options, Server
-from kvtide.verify.site import Model, Site
+from kvtide.verify.servers import Server
+from kvtide.verify.site import Site
 from kvtide.verify.texts import document_questions, generation_prompts
 from kvtide.verify.verdict import Check
 
-__all__ = ["PHASES", "judge_model", "run_life"]
+__all__ = ["KVTIDE", "NATIVE", "PHASES", "judge_model", "run_life"]
+
+# The names of the two servers.
+NATIVE, KVTIDE = "native", "kvtide"
 
 GENERATED_TOKENS = 64
 ANSWER_TOKENS = 32
@@ -24,17 +27,18 @@ PHASES = ("gen_seq", "gen_conc", *(f"apc_{n}" for n in range(ROUNDS)), "apc_conc
 
 def run_life(
     site: Site,
-    kind: type[Server],
-    model: Model,
-    options: Options,
+    server: Server,
     *,
     native: bool,
+    margins: bool,
     say: Callable[[str], None],
 ) -> Life:
-    """Have one server go through all phases."""
-    name = "native" if native else "kvtide"
-    server = site.server(kind, model, name, options, native=native)
-    margins = not model.exact
+    """Have one server go through all phases; it may be starting already.
+
+    `margins`: ask also how near each token was to being another one.
+    """
+    name = NATIVE if native else KVTIDE
+    say(f"{name}: starting")
     with lived(site, server, name, native=native) as life:
         if not life.ready:
             return life

@@ -55,6 +55,29 @@ class _Kind(NamedTuple):
     head_spread: float = 0.0  # see `_spread_head`
 
 
+_GEMMA3: dict[str, Any] = {
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}
+
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    **_EXPERTS,
+}
+
 _KINDS = {
     "llama": _Kind("llama", {}),
     # 16 KiB of KV a token in float32: a few thousand tokens fill a small device.
@@ -63,11 +86,22 @@ _KINDS = {
         {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64},
     ),
     "qwen2": _Kind("qwen2", {}),
-    "gemma3": _Kind(
+    "gemma3": _Kind("gemma3_text", _GEMMA3),
+    # SGLang keeps the windows of any model that says so in a pool of their own.
+    "gemma3-hybrid": _Kind(
         "gemma3_text",
+        {**_GEMMA3, "is_hybrid_swa": True, "hybrid_layer_pattern": [1, 1, 1, 0]},
+    ),
+    "lfm2": _Kind(
+        "lfm2",
         {
-            "sliding_window": 64,
-            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "hidden_size": 256,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
         },
     ),
     "qwen3next": _Kind(
@@ -105,25 +139,11 @@ _KINDS = {
             "max_position_embeddings",
         ),
     ),
-    "deepseek": _Kind(
+    "deepseek": _Kind("deepseek_v2", _DEEPSEEK, without=("head_dim",)),
+    # Without experts, which SGLang's CPU engine does not run in float32.
+    "deepseek-dense": _Kind(
         "deepseek_v2",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 32,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "topk_method": "greedy",
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            **_EXPERTS,
-        },
+        {**_DEEPSEEK, "first_k_dense_replace": 4, "initializer_range": 0.05},
         without=("head_dim",),
     ),
     "gptoss": _Kind(

@@ -292,3 +292,20 @@ def test_a_budget_of_nothing_is_refused_with_what_works():
         make_plan(model("llama-3.1-8b"), Request(max_model_len=16), 0)
     assert refusal.value.longest_max_model_len == 0
     assert refusal.value.smallest_budget_bytes == 4 * MIB
+
+
+def test_states_and_kv_follow_the_dtypes_that_the_engine_was_told():
+    found = read_model(CONFIGS / "mamba2-2.7b.json")
+
+    def state_bytes(**told) -> int:
+        request = Request(max_model_len=2048, max_num_seqs=8, **told)
+        return make_plan(found, request, 8 * GIB).binding.bytes_per_block
+
+    narrow = state_bytes()
+    wide = state_bytes(conv_dtype="float32", state_dtype="float32")
+    assert narrow < state_bytes(state_dtype="float32") < wide == 2 * narrow
+    told = read_model(CONFIGS / "mamba2-2.7b.json", dtype="float32")
+    assert {(s.conv_dtype, s.state_dtype) for s in told.layers} == {("float32", "float32")}
+    # Weights in float32 are run in bfloat16, unless the engine was told otherwise.
+    assert model("llama-3.1-8b", torch_dtype="float32").dtype == "bfloat16"
+    assert read_model(CONFIGS / "llama-3.1-8b.json", dtype="float32").dtype == "float32"

@@ -72,6 +72,7 @@ def _request(config: Any) -> dict[str, int | str | bool | None]:
     speculative = config.speculative_config
     kv_dtype = str(cache.cache_dtype)
     layout = vars(cache).get("kv_cache_layout")
+    conv_dtype = _told(cache.mamba_cache_dtype)
     return {
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
@@ -83,8 +84,14 @@ def _request(config: Any) -> dict[str, int | str | bool | None]:
         "speculative_tokens": 0 if speculative is None else speculative.num_speculative_tokens,
         "prefix_caching": bool(cache.enable_prefix_caching),
         "block_outermost": str(layout).startswith("B"),
+        "conv_dtype": conv_dtype,
+        "state_dtype": _told(cache.mamba_ssm_cache_dtype) or conv_dtype,
         "platform": "cpu" if current_platform.is_cpu() else "cuda",
     }
+
+
+def _told(dtype: str) -> str | None:
+    return None if dtype == "auto" else dtype
 
 
 def _config_file(model_config: Any) -> str | None:
