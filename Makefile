@@ -3,6 +3,7 @@
 #
 #   make demo     two real vLLM servers share one small device, and you see memory move
 #   make test     everything: `quick`, then the tests that start real engines
+#   make verify   the whole correctness matrix against native vLLM, with a report in verify-out
 #   make quick    format, lint, types, floors, and the tests that need no engine
 
 PYTHON ?= python3
@@ -14,10 +15,13 @@ PYTEST := -p no:cacheprovider --timeout 120
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test quick format engines clean
+.PHONY: demo test verify quick format engines clean
 
 demo: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide demo --out demo-out
+
+verify: $(ENGINE)/.done
+	$(ENGINE)/bin/kvtide verify --out verify-out
 
 test: quick engines
 
@@ -48,4 +52,4 @@ $(ENGINE)/.done: pyproject.toml scripts/install_vllm.sh
 	touch $@
 
 clean:
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-out
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-out verify-out
