@@ -1,0 +1,1 @@
+"""SGLang: its hooks on one side, the parts below on the other."""

@@ -1,0 +1,146 @@
+"""SGLang's allocators with only backed slots in their free lists; alloc and free stay native."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+
+__all__ = ["Conserving", "FreeSlots", "adopt"]
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Conserving:
+    """While this is on, allocators count slots without memory as free, as SGLang's checks do."""
+
+    on = False
+
+    def __enter__(self) -> None:
+        Conserving.on = True
+
+    def __exit__(self, *_: object) -> None:
+        Conserving.on = False
+
+
+def _elastic(native: Any) -> Any:
+    """The elastic kind of an allocator class. Its instances can become ones of this in place."""
+
+    class Elastic(native):  # type: ignore[misc]
+        """Its free list holds only blocks that are backed. A block is a page, or a state's slot.
+
+        Attributes
+        ----------
+        hidden
+            Blocks that are not in circulation, since they have no memory.
+        withheld
+            Free blocks that this rank has and another one does not: nobody may count with them.
+        """
+
+        hidden = 0
+        withheld = 0
+
+        @property
+        def block_slots(self) -> int:
+            """Slots of a block."""
+            return 1 if native is MambaSlotAllocator else int(self.page_size)
+
+        def native_size(self) -> int:
+            """Slots in the free list."""
+            count: int = super().available_size()
+            return count
+
+        def available_size(self) -> int:
+            """What can be had now; in `Conserving`, what could be had with all memory there."""
+            count: int = super().available_size()
+            more = self.hidden if Conserving.on else -self.withheld
+            return count + more * self.block_slots if more else count
+
+        def clear(self) -> None:
+            """Everything is free: all that is backed."""
+            super().clear()
+            self.kvtide_free.keep(self.kvtide_usable())
+
+    Elastic.__name__ = Elastic.__qualname__ = f"Elastic{native.__name__}"
+    return Elastic
+
+
+_ELASTIC = {
+    native: _elastic(native)
+    for native in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator, MambaSlotAllocator)
+}
+
+
+class _Usable(Protocol):
+    def __call__(self) -> Mask: ...
+
+
+class FreeSlots:
+    """The free list of an allocator, as elastic memory sees it: pages or slots by number."""
+
+    def __init__(self, allocator: Any) -> None:
+        self._allocator = allocator
+        self._field = "free_slots" if isinstance(allocator, MambaSlotAllocator) else "free_pages"
+        self._device = allocator.device
+
+    @property
+    def count(self) -> int:
+        """How many blocks are free."""
+        if self._field == "free_slots":
+            return len(self._allocator.free_slots)
+        native: int = self._allocator.native_size()
+        return native // int(self._allocator.block_slots)
+
+    def _list(self) -> torch.Tensor:
+        if self._field == "free_pages":
+            self._allocator.merge_and_sort_free()
+        found: torch.Tensor = vars(self._allocator)[self._field]
+        return found
+
+    def _set(self, blocks: torch.Tensor) -> None:
+        setattr(self._allocator, self._field, blocks)
+
+    def give_span(self, blocks: Sequence[Any], low: int, high: int) -> None:
+        """Let the engine have blocks [low, high)."""
+        span = torch.arange(low, high, dtype=torch.int64, device=self._device)
+        self._set(torch.cat((self._list(), span)))
+
+    def withdraw(self, gone: Mask) -> None:
+        """Drop every free block that is marked in `gone`; the lowest of the others come first."""
+        self.keep(~gone)
+
+    def keep(self, kept: Mask) -> None:
+        """Drop every free block but those marked; the lowest come first."""
+        free = self._list()
+        marked = torch.from_numpy(kept).to(self._device)
+        self._set(torch.sort(free[marked[free]])[0])
+
+    def mask(self, blocks_total: int) -> Mask:
+        """Which blocks are free, by number."""
+        free = np.zeros(blocks_total, np.bool_)
+        free[self._list().cpu().numpy()] = True
+        return free
+
+
+def adopt(allocator: Any, usable: _Usable) -> FreeSlots:
+    """Make an allocator elastic, to whom others refer already; nothing is free afterwards.
+
+    Parameters
+    ----------
+    allocator
+        Of tokens, pages or states.
+    usable
+        Answers which blocks are backed, by number, shape (blocks_total,).
+    """
+    allocator.__class__ = _ELASTIC[type(allocator)]
+    free = FreeSlots(allocator)
+    allocator.kvtide_free = free
+    allocator.kvtide_usable = usable
+    free._set(free._list()[:0])
+    return free

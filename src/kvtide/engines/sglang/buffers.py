@@ -1,0 +1,146 @@
+"""The calls by which an SGLang pool allocates its buffers: listed first, then answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from kvtide.errors import UnsupportedError
+from kvtide.memory.tensors import tensor_over
+from kvtide.pool import Geometry, Strip
+from kvtide.ranks.memory import RankMemory
+
+__all__ = ["Answered", "Buffer", "Listed", "geometry_of", "state_buffers"]
+
+# Buffers begin at addresses that any kernel may ask for.
+_ALIGN_BYTES = 4096
+
+
+class Buffer(NamedTuple):
+    """One allocation: its shape, its dtype, and how many of its outermost parts are layers.
+
+    A buffer of one layer is `(rows, ...)`; one of several is `(layers, rows, ...)`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layers: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all of it."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def geometry_of(
+    buffers: Sequence[Buffer], blocks_total: int, granularity_bytes: int
+) -> tuple[Geometry, list[int]]:
+    """The geometry of a pool's buffers in one arena, and each buffer's offset there in bytes.
+
+    Every layer of every buffer is a strip of `blocks_total` blocks of equal size, block 0 first.
+    """
+    strips, offsets, end = [], [], 0
+    for buffer in buffers:
+        offset = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+        layer_bytes, rest = divmod(buffer.size_bytes, buffer.layers)
+        assert rest == 0
+        rows = buffer.shape[0 if buffer.layers == 1 else 1]
+        # What lies behind the last whole block is in no block, but in the arena.
+        block_bytes = layer_bytes // rows * (rows // blocks_total)
+        for layer in range(buffer.layers):
+            strips.append(Strip(offset + layer * layer_bytes, block_bytes, block_bytes))
+        offsets.append(offset)
+        end = offset + buffer.size_bytes
+    granules = -(-end // granularity_bytes)
+    return (
+        Geometry(blocks_total, tuple(strips), granules * granularity_bytes, granularity_bytes),
+        offsets,
+    )
+
+
+def state_buffers(parameters: Any, layers: int, size: int) -> list[Buffer]:
+    """The buffers of a pool of recurrent states: slots 0 to `size` of each of these layers."""
+    shapes = [(shape, parameters.dtype.conv) for shape in parameters.shape.conv]
+    shapes.append((parameters.shape.temporal, parameters.dtype.temporal))
+    return [Buffer((layers, size + 1, *shape), dtype, layers) for shape, dtype in shapes]
+
+
+class Listed(TorchFunctionMode):
+    """Notes what is allocated, and gives tensors without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: list[Buffer] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.zeros:
+            return func(*args, **kwargs)
+        buffer = _asked(args, kwargs)
+        self.buffers.append(buffer)
+        return torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+
+
+class Answered(TorchFunctionMode):
+    """Answers exactly these allocations, in their order, with an arena's addresses."""
+
+    def __init__(
+        self, buffers: Sequence[Buffer], offsets: Sequence[int], memory: RankMemory, index: int
+    ) -> None:
+        super().__init__()
+        self._left = list(zip(buffers, offsets, strict=True))
+        self._memory = memory
+        self._index = index
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.zeros or not self._left:
+            return func(*args, **kwargs)
+        asked, (buffer, offset) = _asked(args, kwargs), self._left[0]
+        if (asked.shape, asked.dtype) != (buffer.shape, buffer.dtype):
+            return func(*args, **kwargs)
+        del self._left[0]
+        if buffer.size_bytes == 0:
+            return func(*args, **kwargs)
+        arena = self._memory.arena
+        flat = tensor_over(
+            arena.address + offset, buffer.size_bytes, arena.device.info, self._index
+        )
+        return flat.view(buffer.dtype).view(buffer.shape)
+
+    def check(self, what: str) -> None:
+        """Whether all of them were asked for.
+
+        Raises
+        ------
+        UnsupportedError
+            Some of the pool is allocated otherwise.
+        """
+        if self._left:
+            import sglang
+
+            raise UnsupportedError(
+                f"SGLang {sglang.__version__} did not ask for {len(self._left)} of the buffers of "
+                f"its {what}: it allocates in a way that kvtide does not know; supported are "
+                "0.5.20 to 0.5.23"
+            )
+
+
+def _asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buffer:
+    size = kwargs.get("size", args[0] if len(args) == 1 else args)
+    shape = (size,) if isinstance(size, int) else tuple(int(n) for n in size)
+    return Buffer(shape, kwargs.get("dtype") or torch.get_default_dtype())
+
+
+def list_buffers(create: Callable[[], object]) -> list[Buffer]:
+    """What a call allocates by `torch.zeros`; it is left with tensors without memory."""
+    with Listed() as listed:
+        create()
+    return listed.buffers

@@ -1,0 +1,336 @@
+"""The tide of one SGLang scheduler: around each round, what memory comes, goes or is waited for."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvtide.engines.sglang.agreement import Agreement
+from kvtide.engines.sglang.cached import cached_by
+from kvtide.engines.sglang.fitting import most_blocks
+from kvtide.engines.sglang.memory import SlotMemory, Slots
+from kvtide.engines.sglang.need import Need, read_load, states_per_request
+from kvtide.engines.sglang.parts import Part, part_of
+from kvtide.errors import UnsupportedError
+from kvtide.ledger import Ledger, State
+from kvtide.ranks.seat import Wish
+from kvtide.ranks.watch import Watch
+
+__all__ = ["Tide"]
+
+# How long free memory is kept by an engine that has nothing to do.
+_LINGER_SECONDS = 0.5
+# While memory is waited for: the first and the longest pause between two looks without a wake-up.
+_PROBE_SECONDS, _LONGEST_PROBE_SECONDS = 0.25, 4.0
+
+
+class Tide:
+    """Growth before a batch is chosen, a wish for what is missed, and sleep while nothing can run.
+
+    All ranks of a server do the same in every round: what differs between them (their ledgers,
+    their clocks) is agreed on first.
+
+    Parameters
+    ----------
+    scheduler
+        SGLang's, just made; its allocators are adopted.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._agreement = Agreement(
+            scheduler.attn_tp_cpu_group, scheduler.ps.attn_tp_rank, scheduler.ps.attn_tp_size
+        )
+        self._states = states_per_request(scheduler)
+        parts = self._parts()
+        told = self._agreement.gather(
+            (
+                parts["full"].device.info.uuid,
+                str(parts["full"].seat.ledger.path),
+                parts["full"].seat.instance.key,
+            )
+        )
+        sharers = sum(uuid == parts["full"].device.info.uuid for uuid, _, _ in told)
+        first = [uuid for uuid, _, _ in told].index(parts["full"].device.info.uuid)
+        self.memories = {
+            kind: SlotMemory(part, self._slots(kind), sharers, self._agreement.size)
+            for kind, part in parts.items()
+        }
+        # One rank of those on a device speaks for all of them there.
+        self._speaks = first == self._agreement.rank
+        self._sharers = sharers
+        self._wish = Wish({parts["full"].device.info.uuid: parts["full"].seat})
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.watch = self._make_watch(told) if self._agreement.rank == 0 else None
+        self._poller = self._make_poller()
+        self._pressed = False
+        self._trim_soon = False
+        self._idle_since: float | None = None
+        self._ahead_at = 0.0
+        self._probe_seconds = _PROBE_SECONDS
+        # Slots of full attention that could be had beyond those that are mapped.
+        self.growable = 0
+        self._show(State.RUNNING)
+
+    def _parts(self) -> dict[str, Part]:
+        s = self._scheduler
+        allocator = s.token_to_kv_pool_allocator
+        pools = {"full": allocator.get_kvcache()}
+        if s.is_hybrid_swa:
+            pools = {"full": pools["full"].full_kv_pool, "swa": pools["full"].swa_kv_pool}
+        elif "full_kv_pool" in vars(pools["full"]):
+            pools["full"] = pools["full"].full_kv_pool
+        if self._states:
+            pools["mamba"] = s.req_to_token_pool.mamba_pool
+        found = {kind: part_of(pool) for kind, pool in pools.items()}
+        parts = {kind: part for kind, part in found.items() if part is not None}
+        missing = [type(pools[kind]).__name__ for kind in found if kind not in parts]
+        if missing:
+            import sglang
+
+            raise UnsupportedError(
+                f"SGLang {sglang.__version__} keeps this model's cache in {', '.join(missing)}, "
+                "which allocates in a way that kvtide does not know"
+            )
+        return parts
+
+    def _slots(self, kind: str) -> Slots:
+        s = self._scheduler
+        allocator = s.token_to_kv_pool_allocator
+        if kind == "mamba":
+            return Slots(s.req_to_token_pool.mamba_allocator, cached_by(s.tree_cache, kind, 1))
+        if s.is_hybrid_swa:
+            allocator = vars(allocator)[f"{kind}_attn_allocator"]
+        return Slots(allocator, cached_by(s.tree_cache, kind, s.page_size))
+
+    def _make_watch(self, told: list[tuple[str, str, str]]) -> Watch:
+        """The first rank is woken for all devices: the others wait for it."""
+        ledgers = {uuid: (Ledger.attach(Path(path)), key) for uuid, path, key in told}
+        wakers = [ledger.instance(key).waker() for ledger, key in ledgers.values()]
+        return Watch(wakers, [ledger for ledger, _ in ledgers.values()], self.wake)
+
+    def _make_poller(self) -> zmq.Poller | None:
+        s = self._scheduler
+        if self.watch is None:
+            return None
+        poller = zmq.Poller()
+        for socket in (s.ipc_channels.recv_from_tokenizer, s.ipc_channels.recv_from_rpc):
+            poller.register(socket, zmq.POLLIN)
+        poller.register(self._event, zmq.POLLIN)
+        if s.idle_sleeper is not None:
+            s.idle_sleeper.poller.register(self._event, zmq.POLLIN)
+        return poller
+
+    def wake(self) -> None:
+        """End the scheduler's sleep; called from the watch's thread."""
+        os.eventfd_write(self._event, 1)
+
+    # A round -----------------------------------------------------------------------------------
+
+    def begin(self, running_batch: Any) -> None:
+        """Before SGLang chooses a batch: what others ask for, and growth for what is needed."""
+        memories, agree = self.memories, self._agreement
+        for memory in memories.values():
+            if memory.pending:
+                memory.settle()
+                memory.count_hidden()
+        load = read_load(self._scheduler, running_batch)
+        need = load.need(self._scheduler.page_size, self._window, self._states)
+        self._keep_floor(need)
+        missing = self._missing(need)
+        idle = not (load.running or load.chunk or self._scheduler.waiting_queue)
+        now = time.monotonic()
+        called, trim, ahead = agree.largest(
+            [
+                self._called(),
+                self._trim_soon or (idle and self._lingered(now)),
+                any(missing.values()) and now >= self._ahead_at,
+            ]
+        )
+        changed = False
+        if called:
+            self._ahead_at, self._pressed = 0.0, True
+            for memory in memories.values():
+                memory.hurry()
+        if trim or (called and idle):
+            self._trim_soon, self._idle_since = False, math.inf
+            for memory in memories.values():
+                changed |= memory.give_free()
+        if self._pressed:
+            self._pressed = self._yield()
+            changed = True
+            missing = self._missing(need)
+        if ahead or (called and any(missing.values())):
+            grown = [self._grow(kind, blocks) for kind, blocks in missing.items() if blocks]
+            if any(grown):
+                running_batch.batch_is_full = False
+            if not all(grown):
+                self._ahead_at = now + _PROBE_SECONDS
+            changed = True
+        if changed or agree.size > 1:
+            self._agree_on_counts()
+        self._wish_for(need)
+        self._count_growable(bool(self._scheduler.waiting_queue) or load.chunk > 0)
+        if not idle:
+            self._idle_since = None
+            self._show(State.RUNNING)
+
+    @property
+    def _window(self) -> int | None:
+        s = self._scheduler
+        return int(s.sliding_window_size) if s.is_hybrid_swa else None
+
+    def _called(self) -> bool:
+        watch = self.watch
+        if watch is None or not watch.called:
+            return False
+        watch.called = False
+        os.eventfd_read(self._event)
+        return True
+
+    def _lingered(self, now: float) -> bool:
+        if self._idle_since is None:
+            self._idle_since = now
+            if self.watch is not None:
+                self.watch.alarm(_LINGER_SECONDS)
+        return now - self._idle_since >= _LINGER_SECONDS
+
+    def _keep_floor(self, need: Need) -> None:
+        if "mamba" in self.memories:
+            self.memories["mamba"].sharing.floor = need.states
+
+    def _missing(self, need: Need) -> dict[str, int]:
+        """Blocks of each kind that are needed, not free, and might be had."""
+        missing = {}
+        for kind, memory in self.memories.items():
+            if kind == "mamba":
+                lacking = need.states - (memory.pool.usable_count - 1)
+            else:
+                lacking = (need.full if kind == "full" else need.window) - memory.free
+            missing[kind] = min(max(0, lacking), memory.hidden)
+        return missing
+
+    def _yield(self) -> bool:
+        """Give what others wish for; whether to look again."""
+        for memory in self.memories.values():
+            memory.publish()
+        if not any(self._agreement.largest([m.sharing.demanded() for m in self.memories.values()])):
+            return any(self._agreement.largest([m.pending for m in self.memories.values()]))
+        for memory in self.memories.values():
+            memory.give_free()
+        going = False
+        for memory in self.memories.values():
+            memory.publish()
+            (granules,) = self._agreement.largest([memory.sharing.demanded()])
+            if granules:
+                going |= memory.give(granules)
+        return going
+
+    def _grow(self, kind: str, blocks: int) -> bool:
+        """Have so many blocks come in all ranks, or in none."""
+        memory = self.memories[kind]
+        for wanted in memory.attempts(blocks):
+            came = memory.try_growth(wanted)
+            (all_could,) = self._agreement.smallest([came is not None])
+            if all_could:
+                return True
+            if came is not None:
+                memory.undo_growth(came)
+        return False
+
+    def _agree_on_counts(self) -> None:
+        """Nobody counts with blocks that not all ranks have."""
+        free = [memory.free for memory in self.memories.values()]
+        agreed = self._agreement.smallest(free)
+        for memory, mine, smallest in zip(self.memories.values(), free, agreed, strict=True):
+            memory.slots.allocator.withheld = mine - smallest
+
+    def _wish_for(self, need: Need) -> None:
+        """Wish for what is needed beyond what this engine has idle itself, as long as it is."""
+        if not self._speaks:
+            return
+        size_bytes = 0
+        for kind, memory in self.memories.items():
+            missing = self._missing(need)[kind]
+            if kind != "mamba":
+                missing -= memory.circulation.cached_count
+            if missing > 0:
+                size_bytes += memory.bytes_for(missing) * self._sharers
+        if size_bytes:
+            (uuid,) = self.memories["full"].seats
+            if not self._wish.made or time.monotonic() >= self._wished_at + _PROBE_SECONDS:
+                self._wished_at = time.monotonic()
+                self._wish.make({uuid: size_bytes})
+        else:
+            self._wish.end()
+            self._probe_seconds = _PROBE_SECONDS
+        if self.watch is not None:
+            self.watch.search(self._wish.made)
+
+    _wished_at = 0.0
+
+    def _count_growable(self, wanted: bool) -> None:
+        """How many slots of full attention a request that is admitted may count on for later."""
+        memory = self.memories["full"]
+        growable = 0
+        if wanted and memory.hidden:
+            room_bytes = memory.part.seat.ledger.snapshot()
+            limit_bytes = memory.part.seat.instance.limit_bytes
+            charged = sum(
+                i.charged_bytes
+                for i in room_bytes.instances
+                if i.key == memory.part.seat.instance.key
+            )
+            left = room_bytes.budget_bytes - room_bytes.charged_bytes
+            if limit_bytes is not None:
+                left = min(left, limit_bytes - charged)
+            block_bytes = memory.part.geometry.block_bytes * self._sharers
+            growable = min(memory.hidden, max(0, left) // block_bytes)
+        if self._agreement.size > 1:
+            (growable,) = self._agreement.smallest([growable])
+        self.growable = growable * self._scheduler.page_size
+
+    # Without a batch ---------------------------------------------------------------------------
+
+    def idle(self) -> None:
+        """No batch could be chosen: there is nothing to do, or no memory to do it in."""
+        if self._scheduler.is_fully_idle():
+            self._show(State.SLEEPING)
+            return
+        if not self._wish.made or self._poller is None or self.watch is None:
+            return
+        self._show(State.WAITING)
+        self._poller.poll(self._probe_seconds * 1000)
+        self._ahead_at = 0.0
+        self._probe_seconds = min(2 * self._probe_seconds, _LONGEST_PROBE_SECONDS)
+
+    def flushed(self) -> None:
+        """The cache was flushed: its memory goes at once."""
+        for memory in self.memories.values():
+            memory.count_hidden()
+            memory.give_free()
+            memory.part.endpoint.step(None, runs=False)
+            memory.settle()
+            memory.count_hidden()
+        self._agree_on_counts()
+
+    def most_tokens(self) -> int:
+        """The longest request that any state of the ledger could hold."""
+        memory = self.memories["full"]
+        blocks = most_blocks(memory.part.geometry, memory.part.seat, self._sharers)
+        return (blocks - 1) * int(self._scheduler.page_size)
+
+    def states_room(self) -> int | None:
+        """How many requests the states that are mapped can serve; None without states."""
+        if "mamba" not in self.memories:
+            return None
+        return (self.memories["mamba"].pool.usable_count - 1) // self._states
+
+    def _show(self, state: State) -> None:
+        for memory in self.memories.values():
+            memory.show(state)

@@ -1,0 +1,3 @@
+"""The same, for names below `mamba`."""
+
+from . import __getattr__  # noqa: F401
