@@ -79,6 +79,13 @@ def _is_gone(server: Server) -> bool:
     return not server.pids()
 
 
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
+    except FileNotFoundError:
+        return "gone"
+
+
 @pytest.mark.parametrize("parallel", [TENSOR, PIPELINE], ids=lambda p: p.name)
 def test_tokens_are_native_under_pressure(
     parallel: Parallel, make_fleet: Callable[[int], Fleet]
@@ -153,6 +160,8 @@ def test_a_server_that_loses_any_process_is_gone_and_its_neighbour_has_the_memor
     neighbour = fleet.start("llama-wide", "b", *BLOCKS, probe=False)
     victim = start(fleet, "a", TENSOR).wait_ready()
     neighbour.wait_ready()
+    # On a machine that is busy with other things processes may take longer to be scheduled.
+    bound = float(os.environ.get("KV_TEST_GONE_SECONDS", "1"))
     times = int(os.environ.get("KV_TEST_KILLS", "4"))
     for number in range(times):
         load = Asking(victim, prompts, 200)
@@ -161,13 +170,17 @@ def test_a_server_that_loses_any_process_is_gone_and_its_neighbour_has_the_memor
         time.sleep(dice.uniform(0.5, 5.0))
         # Each process at least once in as many kills as there are processes.
         pid = pids[number % len(pids)]
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        name = _name_of(pid)
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
-        until(partial(_is_gone, victim), 1.0, f"all of the server gone after {name} ({pid})")
+        time.sleep(max(0.0, min(bound, 1.0) + killed - time.monotonic()))
+        left = [_name_of(p) for p in victim.pids()]
+        until(partial(_is_gone, victim), 20, f"all of the server gone after {name} ({pid})")
         gone = time.monotonic() - killed
         until(lambda: fleet.charge("a") == 0, 1.0, "its charges gone")
-        print(f"{name}: gone after {gone:.3f} s, charges after {time.monotonic() - killed:.3f} s")
+        seconds = time.monotonic() - killed
+        print(f"{name}: left after 1 s: {left}; gone, charges too, after {seconds:.3f} s")
+        assert not left or gone <= bound
         load.join()
         assert all(answer.error is None for answer in beside.join())
         assert fleet.held_bytes() <= fleet.charge("b")
