@@ -13,6 +13,7 @@ from kvtide.ledger.sharing import Demand, demands
 
 __all__ = [
     "anybody_needs",
+    "charge_of",
     "demands_now",
     "headroom_now",
     "holding_of",
@@ -36,6 +37,14 @@ def _column(words: memoryview, word: int) -> list[int]:
 def anybody_needs(words: memoryview) -> bool:
     """Whether any instance has an unmet wish, is loading, or wants headroom."""
     return any(any(_column(words, word)) for word in (w.I_WISH, w.I_RESERVED, w.I_HEADROOM))
+
+
+def charge_of(words: memoryview, slot: int) -> int:
+    """What all pools of an instance answer for."""
+    end = w.pool_at(words[w.H_POOLS_HIGH])
+    charges = words[w.POOLS_AT + w.P_CHARGE : end : w.RECORD_WORDS].tolist()
+    owners = words[w.POOLS_AT + w.P_INSTANCE : end : w.RECORD_WORDS].tolist()
+    return sum(c for c, o in zip(charges, owners, strict=True) if o == slot)
 
 
 def headroom_now(words: memoryview) -> int:

@@ -13,7 +13,7 @@ from kvtide.ledger.account import Account
 from kvtide.ledger.creation import spec_of
 from kvtide.ledger.directory import ledger_path, ledgers_in
 from kvtide.ledger.file import LedgerFile
-from kvtide.ledger.holdings import anybody_needs, demands_now, waiting
+from kvtide.ledger.holdings import anybody_needs, charge_of, demands_now, waiting
 from kvtide.ledger.instance import Instance
 from kvtide.ledger.reading import Observer, take_snapshot
 from kvtide.ledger.records import DeviceSpec, Snapshot, Terms
@@ -216,6 +216,23 @@ class Ledger:
         words, at = self.file.words, w.instance_at(slot)
         asks: bool = words[at + w.I_TRIM_ASKED] != words[at + w.I_TRIM_DONE]
         return asks and words[at] == generation
+
+    def end_trim(self, instance: Instance) -> None:
+        """The instance can give no more of what it was asked to."""
+        words, at = self.file.words, w.instance_at(instance.slot)
+        words[at + w.I_TRIM_DONE] = words[at + w.I_TRIM_ASKED]
+
+    def is_owing(self, instance: Instance) -> bool:
+        """Whether something may be demanded of an instance: for every step, without the lock."""
+        if self.file.closed is not None:
+            raise LedgerError(self.file.closed)
+        words, at = self.file.words, w.instance_at(instance.slot)
+        limit_bytes = words[at + w.I_LIMIT]
+        if words[at + w.I_TRIM_ASKED] != words[at + w.I_TRIM_DONE]:
+            return True
+        if limit_bytes != w.NONE and limit_bytes < charge_of(words, instance.slot):
+            return True
+        return anybody_needs(words)
 
     def snapshot(self) -> Snapshot:
         """The ledger at one moment, without its lock.

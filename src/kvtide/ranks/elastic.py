@@ -151,7 +151,7 @@ class ElasticMemory(Generic[B]):
             # Every block there may ever be is backed: the engine has to make do with them.
             self.end_wish()
             return False
-        refusal = self._grow(wish, Cause.NEED)
+        refusal, least = self._grow(wish, Cause.NEED), None
         if refusal is not None and desired > blocks:
             least = self.pool.plan_growth(blocks)
             # None where all that is left is stuck in a device, or being undone.
@@ -163,7 +163,7 @@ class ElasticMemory(Generic[B]):
         self.journal.note(
             Kind.MISS, refusal_cause(refusal), [blocks * b for b in self._block_bytes]
         )
-        self._wish_for(wish)
+        self._wish_for(wish, least or wish)
         if refusal.sample_is_stale and not self.ranks.pending:
             self.ranks.sample(len(self.pool.shapes))
         return False
@@ -194,12 +194,20 @@ class ElasticMemory(Generic[B]):
                 return Refusal("budget", sum(bytes_of_shape), 0, sample_is_stale=False)
         return None
 
-    def _wish_for(self, growths: list[Growth]) -> None:
+    def _wish_for(self, growths: list[Growth], least: list[Growth]) -> None:
+        of_device = self._of_devices(growths)
+        self._wish.make(of_device, self._of_devices(least))
+        self.journal.waits(of_device)
+
+    def _of_devices(self, growths: list[Growth]) -> dict[str, int]:
         of_device = dict.fromkeys(self.seats, 0)
         for m in self.ranks.members:
             of_device[m.device_uuid] += growths[m.shape].granules * self._granule
-        self._wish.make(of_device)
-        self.journal.waits(of_device)
+        return of_device
+
+    def wait_until(self, until_ns: int) -> None:
+        """Tell observers when the waiting ends, in monotonic time; 0: never."""
+        self._wish.until_ns = until_ns
 
     def end_wish(self) -> None:
         """What was wished for is no longer needed, or has come."""
@@ -207,6 +215,11 @@ class ElasticMemory(Generic[B]):
         self.journal.resumes()
 
     # Giving back -------------------------------------------------------------------------------
+
+    @property
+    def owing(self) -> bool:
+        """Whether others, a limit, or somebody who steers may demand something; cheap."""
+        return any(seat.ledger.is_owing(seat.instance) for seat in self.seats.values())
 
     def trim(self) -> bool:
         """Give back the extents that hold nothing; whether there were any."""

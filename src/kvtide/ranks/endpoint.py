@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvtide.errors import NeverFitsError
 from kvtide.ledger import Refusal, State
+from kvtide.ledger.explaining import explain
 from kvtide.observe.logs import log_event
 from kvtide.observe.tally import Cause, Kind, Owner, Tally, Verb
 from kvtide.pool import Geometry
@@ -146,6 +147,9 @@ class Endpoint:
         _log.warning("kvtide: waiting: %s", self._short_of(needed_bytes, why, refusal))
         instance, ledger = self._seat.instance, self._seat.ledger
         started = time.monotonic()
+        until_ns = 0
+        if self._wait_seconds is not None:
+            until_ns = time.monotonic_ns() + int(self._wait_seconds * 1e9)
         waker = instance.waker()
         self._note(Kind.WAIT, needed_bytes)
         instance.set_state(State.WAITING)
@@ -157,7 +161,7 @@ class Endpoint:
                         f"{self._short_of(needed_bytes, why, refusal)} (waited for "
                         f"{waited:.0f} s, KVTIDE_WAIT_DEADLINE)"
                     )
-                instance.wish(needed_bytes)
+                instance.wish(needed_bytes, until_ns=until_ns)
                 waker.wait(_PROBE_SECONDS)
                 ledger.retire_dead()
                 self.memory.account.sample()
@@ -187,13 +191,11 @@ class Endpoint:
         return Refusal("budget", needed_bytes, 0, sample_is_stale=False)
 
     def _short_of(self, needed_bytes: int, why: str, refusal: Refusal) -> str:
-        snapshot = self._seat.ledger.snapshot()
-        holders = ", ".join(f"{i.name} {format_size(i.charged_bytes)}" for i in snapshot.instances)
+        snapshot, name = self._seat.ledger.snapshot(), self._seat.instance.name
         return (
             f"the KV cache needs {format_size(needed_bytes)} {why}, and "
-            f"{format_size(refusal.available_bytes)} may be had ({refusal.reason}): held are "
-            f"{holders}. Give the device a budget, or this instance a limit, that leaves it "
-            f"at least {format_size(needed_bytes)}"
+            f"{format_size(refusal.available_bytes)} may be had ({refusal.reason}): "
+            f"{explain(snapshot, name, needed_bytes)}"
         )
 
     def answer_directly(self) -> None:

@@ -52,20 +52,36 @@ class Giving(Generic[B]):
         """
         if self._changes.busy:
             return True
-        of_device = {u: seat.ledger.demand(seat.instance) for u, seat in self._seats.items()}
-        if not any(of_device.values()):
+        wanted = self._granules(
+            {u: seat.ledger.demands(seat.instance).idle_bytes for u, seat in self._seats.items()}
+        )
+        if not any(wanted):
             return False
-        wanted = [0] * len(self._pool.shapes)
-        for m in self._ranks.members:
-            share_bytes = self._granule * self._members_on[m.device_uuid]
-            granules = -(-of_device[m.device_uuid] // share_bytes)
-            wanted[m.shape] = max(wanted[m.shape], granules)
         cause = Cause.LIMIT if self._above_limit() else Cause.OTHERS
         reclaim = self._plan_with_splits(wanted, cause)
         given = [shrink.granules for shrink in reclaim.shrinks]
         if any(g < w for g, w in zip(given, wanted, strict=True)):
             self._hoard = self._idle_count
         return any(given)
+
+    def demanded_of_running(self) -> list[int]:
+        """Granules of each shape that others may have although running requests hold them."""
+        return self._granules(
+            {u: seat.ledger.demands(seat.instance).running_bytes for u, seat in self._seats.items()}
+        )
+
+    def nothing_more(self) -> None:
+        """No request runs whose memory could go: whoever asked for it is done."""
+        for seat in self._seats.values():
+            seat.ledger.end_trim(seat.instance)
+
+    def _granules(self, of_device: Mapping[str, int]) -> list[int]:
+        wanted = [0] * len(self._pool.shapes)
+        for m in self._ranks.members:
+            share_bytes = self._granule * self._members_on[m.device_uuid]
+            granules = -(-of_device[m.device_uuid] // share_bytes)
+            wanted[m.shape] = max(wanted[m.shape], granules)
+        return wanted
 
     def all_free(self) -> bool:
         """Give every extent that holds nothing; whether there were any."""

@@ -24,18 +24,28 @@ class Wish:
     def __init__(self, seats: Mapping[str, Seat]) -> None:
         self._seats = seats
         self._bytes: dict[str, int] = {}
+        # When the waiting ends, in monotonic time, for observers; 0: never.
+        self.until_ns = 0
 
     @property
     def made(self) -> bool:
         """Whether something is wished for."""
         return bool(self._bytes)
 
-    def make(self, bytes_of_device: Mapping[str, int]) -> None:
-        """Wish for at least so much; every call wakes the holders who should give something."""
+    def make(
+        self,
+        bytes_of_device: Mapping[str, int],
+        least_of_device: Mapping[str, int] | None = None,
+    ) -> None:
+        """Wish for at least so much; every call wakes the holders who should give something.
+
+        Without the least of it nothing goes on; if it is not given, without all of it.
+        """
         for uuid, seat in self._seats.items():
             wanted_bytes = max(bytes_of_device.get(uuid, 0), self._bytes.get(uuid, 0))
             self._bytes[uuid] = wanted_bytes
-            seat.instance.wish(wanted_bytes)
+            least_bytes = min(wanted_bytes, (least_of_device or {}).get(uuid, wanted_bytes))
+            seat.instance.wish(wanted_bytes, least_bytes=least_bytes, until_ns=self.until_ns)
 
     def end(self) -> None:
         """It is no longer needed, or has come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from kvtide.engines.vllm import introduction
 from kvtide.engines.vllm.blocks import ElasticBlockPool
 from kvtide.engines.vllm.fitting import why_never
 from kvtide.engines.vllm.need import Need
+from kvtide.engines.vllm.overdue import Overdue
+from kvtide.engines.vllm.preemption import Preemption
 from kvtide.ledger import Ledger, State
 from kvtide.memory.extents import cap_for
 from kvtide.pool import Geometry, Pool, Strip
@@ -23,6 +26,7 @@ from kvtide.ranks.messages import Description
 from kvtide.ranks.ranks import Member, Ranks
 from kvtide.ranks.sockets import SchedulerSocket
 from kvtide.ranks.watch import Watch
+from kvtide.settings import Settings
 
 __all__ = ["Tide"]
 
@@ -30,6 +34,8 @@ __all__ = ["Tide"]
 _LINGER_SECONDS = 0.5
 # While memory is waited for: the first and the longest pause between two looks without a wake-up.
 _PROBE_SECONDS, _LONGEST_PROBE_SECONDS = 0.25, 4.0
+# While others wait and nobody calls: how often an engine with requests looks what it owes them.
+_OWING_SECONDS = 0.05
 
 
 class Tide:
@@ -51,11 +57,14 @@ class Tide:
         self.memory = _connect(descriptions, self._pool)
         self._pool.memory = self.memory
         self._need = Need(scheduler)
+        self._preemption = Preemption(scheduler, self.memory)
+        self._overdue = Overdue(self.memory, Settings.from_environ().wait_deadline)
         self._shortfall = 0
         # Requests that the engine must end, by their id, and why.
         self.hopeless: dict[str, str] = {}
         self.asleep = False
         self._pressed = False
+        self._owing_at = 0.0
         self._probe_seconds = _PROBE_SECONDS
         # Before these moments no further try, unless something was freed: to grow ahead of need,
         # and to have what was missed.
@@ -108,9 +117,9 @@ class Tide:
             memory.trim()
         elif not idle:
             memory.give_surplus()
-        if self._pressed:
+        if self._pressed or self._owes():
             memory.show(State.RUNNING)
-            self._pressed = memory.yield_to_others()
+            self._give()
         self.asleep = False
         if not idle and not memory.growing and time.monotonic() >= self._ahead_at:
             missing = self._need.blocks() - self._pool.free.count
@@ -118,17 +127,36 @@ class Tide:
                 self._ahead_at = time.monotonic() + _PROBE_SECONDS
         self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
 
+    def _owes(self) -> bool:
+        """Whether to look what others may have: what has come free since they called is theirs."""
+        now = time.monotonic()
+        if now < self._owing_at or not self.memory.owing:
+            return False
+        self._owing_at = now + _OWING_SECONDS
+        return True
+
+    def _give(self) -> None:
+        """Give what is idle, then what is demanded of running requests."""
+        memory = self.memory
+        self._pressed = memory.yield_to_others()
+        if self._preemption.serve():
+            memory.publish()
+            memory.yield_to_others()
+            self._pressed = True
+
     def end(self, output: Any) -> None:
         """After vLLM has scheduled: wish for what it missed, and send the step's orders with it."""
         memory, scheduler = self.memory, self._scheduler
         if self._shortfall:
             self._find_hopeless()
+            self.hopeless |= self._overdue.find(self._heads())
             if time.monotonic() >= self._missed_at:
                 desired = max(self._shortfall, self._need.blocks() - memory.free_count)
                 if not memory.grow_for(self._shortfall, desired):
                     self._missed_at = time.monotonic() + self._probe_seconds
         else:
             memory.end_wish()
+            self._overdue.forget()
             self._probe_seconds = _PROBE_SECONDS
         self.watch.search(memory.wishing)
         message = memory.ranks.message()
@@ -143,7 +171,7 @@ class Tide:
         )
         if self.asleep:
             memory.show(State.WAITING)
-            self.watch.alarm(self._probe_seconds)
+            self.watch.alarm(min(self._probe_seconds, self._overdue.left_seconds))
             self._probe_seconds = min(2 * self._probe_seconds, _LONGEST_PROBE_SECONDS)
         elif idle:
             memory.show(State.SLEEPING)
@@ -154,13 +182,15 @@ class Tide:
 
     def _find_hopeless(self) -> None:
         """Note the requests at the head of the queue for which the memory can never come."""
-        for queue in (self._scheduler.waiting, self._scheduler.skipped_waiting):
-            request = next(iter(queue), None)
-            if request is None:
-                continue
+        for request in self._heads():
             text = why_never(self.memory, self._need.least(request.num_tokens))
             if text is not None:
                 self.hopeless[request.request_id] = f"{request.num_tokens} tokens take {text}"
+
+    def _heads(self) -> list[Any]:
+        """The requests at the head of the queue."""
+        queues = (self._scheduler.waiting, self._scheduler.skipped_waiting)
+        return [request for queue in queues for request in itertools.islice(queue, 1)]
 
     # Between steps -----------------------------------------------------------------------------
 

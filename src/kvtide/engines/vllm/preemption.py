@@ -1,0 +1,75 @@
+"""Memory of running requests for others: vLLM's own preemption, the requests chosen by extent."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+from kvtide.pool.victims import Candidate, choose_victims
+from kvtide.ranks.elastic import ElasticMemory
+
+__all__ = ["Preemption"]
+
+# Of the requests that vLLM would preempt first.
+_CONSIDERED = 64
+
+
+class Preemption:
+    """Preempts running requests for a min, a higher priority, or whoever asked for it.
+
+    Called before vLLM schedules, so that what comes free can be given away before anything else
+    takes it.
+    """
+
+    def __init__(self, scheduler: Any, memory: ElasticMemory[Any]) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        parameters = inspect.signature(scheduler._preempt_request).parameters
+        # Output of steps in flight is dropped, and computed again: the request may be resumed
+        # before it arrives.
+        self._drops = {"drop_stale_output": True} if "drop_stale_output" in parameters else None
+        self.preempted = 0
+
+    def serve(self) -> bool:
+        """Preempt for what is demanded beyond idle memory; whether to look again soon."""
+        scheduler, memory = self._scheduler, self._memory
+        if scheduler.deferred_frees:
+            return True  # what was preempted before is still to come free
+        wanted = memory.giving.demanded_of_running()
+        if not any(wanted):
+            return False
+        requests = [
+            r
+            for r in scheduler.running[-_CONSIDERED:]
+            if self._drops is not None or scheduler._request_blocks_can_be_freed(r)
+        ]
+        candidates = [Candidate(self._own_blocks(r), r.num_computed_tokens) for r in requests]
+        live = memory.standing().live
+        chosen = choose_victims(memory.pool.shapes, live, candidates, wanted)
+        if not chosen:
+            memory.giving.nothing_more()
+            return False
+        # The last first, so that they come back in the order in which they ran.
+        for i in sorted(chosen, reverse=True):
+            self._preempt(requests[i])
+        return True
+
+    def _own_blocks(self, request: Any) -> list[int]:
+        """Numbers of the blocks that no other request holds."""
+        manager = self._scheduler.kv_cache_manager
+        blocks = manager.block_pool.blocks
+        return [
+            block
+            for group in manager.get_block_ids(request.request_id)
+            for block in group
+            if blocks[block].ref_cnt == 1 and not blocks[block].is_null
+        ]
+
+    def _preempt(self, request: Any) -> None:
+        scheduler = self._scheduler
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic(), **(self._drops or {}))
+        # As if it had not been scheduled by the step before: the worker is told all of it again.
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        self.preempted += 1
