@@ -144,6 +144,9 @@ class Settings:
     wait_deadline: float | None = _setting(
         _seconds, None, "seconds an engine waits for memory before it gives up; default: for ever"
     )
+    post_capture: bool = _setting(
+        _flag, True, "on a GPU, 1 sizes by what is left once graphs are captured, 0 by vLLM's flag"
+    )
     layout: str = _setting(
         _layout,
         "auto",

@@ -77,7 +77,7 @@ class Endpoint:
         self.memory = memory
         self._tally = Tally(seat.ledger.path, Owner.of_key("rank", memory.account.key))
         memory.watch(self._tally)
-        self._seat = seat
+        self.seat = seat
         self._geometry = geometry
         self._layout = layout
         self._rank = rank
@@ -142,10 +142,10 @@ class Endpoint:
         refusal = self._try(places, needed_bytes)
         if refusal is None:
             return
-        if refusal.reason == "limit" or needed_bytes > self._seat.ledger.spec.ceiling_bytes:
+        if refusal.reason == "limit" or needed_bytes > self.seat.ledger.spec.ceiling_bytes:
             raise NeverFitsError(self._short_of(needed_bytes, why, refusal))
         _log.warning("kvtide: waiting: %s", self._short_of(needed_bytes, why, refusal))
-        instance, ledger = self._seat.instance, self._seat.ledger
+        instance, ledger = self.seat.instance, self.seat.ledger
         started = time.monotonic()
         until_ns = 0
         if self._wait_seconds is not None:
@@ -176,7 +176,7 @@ class Endpoint:
 
     def _note(self, kind: int, size_bytes: int, detail: int = 0) -> None:
         self._tally.note(kind, Cause.START, size_bytes, detail)
-        name, uuid = self._seat.instance.name, self._seat.ledger.spec.uuid
+        name, uuid = self.seat.instance.name, self.seat.ledger.spec.uuid
         log_event(name, uuid, kind, Cause.START, size_bytes, detail)
 
     def _try(self, places: tuple[Place, ...], needed_bytes: int) -> Refusal | None:
@@ -191,7 +191,7 @@ class Endpoint:
         return Refusal("budget", needed_bytes, 0, sample_is_stale=False)
 
     def _short_of(self, needed_bytes: int, why: str, refusal: Refusal) -> str:
-        snapshot, name = self._seat.ledger.snapshot(), self._seat.instance.name
+        snapshot, name = self.seat.ledger.snapshot(), self.seat.instance.name
         return (
             f"the KV cache needs {format_size(needed_bytes)} {why}, and "
             f"{format_size(refusal.available_bytes)} may be had ({refusal.reason}): "
@@ -239,8 +239,8 @@ class Endpoint:
                 pid=os.getpid(),
                 device_uuid=self.memory.device.info.uuid,
                 device_bytes=self.memory.device.info.total_bytes,
-                ledger=str(self._seat.ledger.path),
-                instance=self._seat.instance.key,
+                ledger=str(self.seat.ledger.path),
+                instance=self.seat.instance.key,
                 account=self.memory.account.key,
                 blocks_total=self._geometry.blocks_total,
                 strips=self._geometry.strips,

@@ -11,7 +11,14 @@ from fractions import Fraction
 
 from kvtide.errors import UsageError
 
-__all__ = ["fraction_of", "host_capacity", "sglang_capacity", "vllm_capacity"]
+__all__ = [
+    "activation_headroom",
+    "address_capacity",
+    "fraction_of",
+    "host_capacity",
+    "sglang_capacity",
+    "vllm_capacity",
+]
 
 
 def fraction_of(total_bytes: int, fraction: float) -> int:
@@ -57,6 +64,34 @@ def vllm_capacity(
     if explicit_bytes is not None:
         return explicit_bytes
     return max(0, fraction_of(total_bytes, utilization) - weights_bytes - torch_peak_bytes)
+
+
+def address_capacity(total_bytes: int, margin_bytes: int, *, weights_bytes: int) -> int:
+    """KV bytes that a rank on a GPU may ever hold, if it is sized once its graphs are captured.
+
+    An upper bound for the addresses to reserve, from process-local figures alone; what may really
+    be mapped is total - margin - the instance's own measured bytes - headroom, by the ledger.
+    """
+    return max(0, total_bytes - margin_bytes - weights_bytes)
+
+
+def activation_headroom(
+    peak_bytes: int, *, reserved_bytes: int, allocated_bytes: int, whole: bool
+) -> int:
+    """What an instance must be able to take beside its KV cache that it does not hold now.
+
+    Parameters
+    ----------
+    peak_bytes
+        Activations of the largest step that was profiled: prefill, and logits of all its tokens.
+    reserved_bytes, allocated_bytes
+        torch's books after capture; what is reserved and not allocated serves activations too.
+    whole
+        Steps may run outside of the graphs' own memory: nothing that is resident counts.
+    """
+    if whole:
+        return peak_bytes
+    return max(0, peak_bytes - max(0, reserved_bytes - allocated_bytes))
 
 
 def sglang_capacity(

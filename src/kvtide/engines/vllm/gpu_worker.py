@@ -9,11 +9,14 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from kvtide.device.cuda import CudaDevice
+from kvtide.engines.seats import spec_of
 from kvtide.engines.vllm.own_figures import Graphs
 from kvtide.engines.vllm.own_memory import CONTEXT_BYTES, alone_on_device
+from kvtide.engines.vllm.post_capture import describe_own, record_own_bytes
 from kvtide.engines.vllm.worker import ElasticWorker
 from kvtide.observe.own_figures import by_kind
-from kvtide.sizing.capacity import vllm_capacity
+from kvtide.settings import Settings
+from kvtide.sizing.capacity import address_capacity, vllm_capacity
 from kvtide.units import format_size
 
 __all__ = ["ElasticGPUWorker"]
@@ -42,6 +45,14 @@ class ElasticGPUWorker(ElasticWorker, Worker):  # type: ignore[misc]
             weights_bytes=int(self.model_runner.model_memory_usage),
             torch_peak_bytes=int(self.peak_activation_memory),
         )
+        settings = Settings.from_environ()
+        if settings.post_capture:
+            margin_bytes = spec_of(describe_own(self.device), settings).margin_bytes
+            capacity_bytes = address_capacity(
+                self.init_snapshot.total_memory,
+                margin_bytes,
+                weights_bytes=int(self.model_runner.model_memory_usage),
+            )
         # What vLLM sets aside for decoding media in other processes comes out of any size.
         capacity_bytes = self._reserve_mm_ipc_gpu_memory(capacity_bytes)
         _log.info(
@@ -66,6 +77,8 @@ class ElasticGPUWorker(ElasticWorker, Worker):  # type: ignore[misc]
             torch.cuda.synchronize(self.device)
             self.kvtide.forget_named()
         self._tell_of_own(graphs.captured_bytes)
+        if Settings.from_environ().post_capture:
+            record_own_bytes(self)
         return result
 
     def _tell_of_own(self, graphs_bytes: int) -> None:
