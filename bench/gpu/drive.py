@@ -25,6 +25,7 @@ class Running:
         self.setup = setup
         self.results: list[dict[str, Any]] = []
         self.log: list[str] = []
+        self._ended = False
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -78,7 +79,10 @@ class Running:
         time.sleep(seconds)
 
     def finish(self, timeout: float = 400) -> list[dict[str, Any]]:
-        """All results; the end of the log with what went wrong."""
+        """All results; the end of the log with what went wrong. May be called again."""
+        if self._ended:
+            return self.results
+        self._ended = True
         try:
             status = self._process.wait(timeout)
         except subprocess.TimeoutExpired:

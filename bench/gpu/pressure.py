@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from drive import Running, run, save
+from drive import Running, save
 
 from kvtide.units import MIB
 
@@ -25,8 +25,14 @@ def main() -> int:
     ledger = Path(tempfile.mkdtemp(dir="/dev/shm"))
     environ = {"KVTIDE_DIR": str(ledger), "KVTIDE_BUDGET": str(300 * MIB)}
     phases: list[list[Any]] = [["generate", "p", 48, 900, 96, 5], ["generate", "q", 48, 400, 64, 6]]
-    setup = {"model": "dense", "max_num_seqs": 1, "utilization": 0.3, "max_model_len": 2048}
-    native = run({**setup, "system": "native"}, phases)
+    setup = {
+        "model": "dense",
+        "max_num_seqs": 1,
+        "utilization": 0.3,
+        "max_model_len": 2048,
+        "eager": True,
+    }
+    reference_engine = Running({**setup, "system": "native"}, phases)
     ready, go = ledger / "ready", ledger / "go"
     engine = Running(
         {**setup, "system": "kvtide"},
@@ -58,6 +64,7 @@ def main() -> int:
     told, _ = neighbour.communicate("\n", timeout=30)
     shutil.rmtree(ledger)
     figures = json.loads(told.strip().splitlines()[-1])
+    native = reference_engine.finish()
     ours = [r for r in elastic if r["command"] == "generate"]
     reference = [r for r in native if r["command"] == "generate"]
     same = [

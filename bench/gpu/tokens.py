@@ -2,6 +2,10 @@
 
     python bench/gpu/tokens.py [MODEL ...]        (dense, window, 8b)
 
+With `--together` both engines run at the same time, which is faster and makes the figures of
+device memory meaningless. The model with sliding windows runs eagerly: compiled, native itself has
+two variants of its tokens from one process to the next (results/h200/window.json).
+
 Engines are in-process, so that batches are the same in both. The last row of each model is the
 negative control: with the KV cache zeroed before each step tokens must differ.
 """
@@ -11,7 +15,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from drive import run, save
+from drive import Running, save
 
 PHASES: dict[str, list[list[Any]]] = {
     "dense": [["generate", "a", 64, 512, 64, 1], ["generate", "b", 96, 300, 48, 2]],
@@ -20,16 +24,26 @@ PHASES: dict[str, list[list[Any]]] = {
 }
 
 
+def run_both(
+    setup: dict[str, Any], commands: list[list[list[Any]]], *, together: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    native = Running({**setup, "system": "native"}, commands[0])
+    if not together:
+        native.finish()
+    elastic = Running({**setup, "system": "kvtide"}, commands[1])
+    return native.finish(), elastic.finish()
+
+
 def main() -> int:
-    models = sys.argv[1:] or list(PHASES)
+    together = "--together" in sys.argv
+    models = [a for a in sys.argv[1:] if a != "--together"] or list(PHASES)
     results: dict[str, Any] = {}
     failed = 0
     for model in models:
         phases = PHASES[model]
-        setups = {"system": "native", "model": model}, {"system": "kvtide", "model": model}
-        native = run(setups[0], [*phases, ["reset"], phases[0]])
-        elastic = run(
-            setups[1],
+        setup = {"model": model, "eager": model == "window", "utilization": 0.4}
+        commands: list[list[list[Any]]] = [
+            [*phases, ["reset"], phases[0]],
             [
                 ["figures"],
                 *phases,
@@ -44,7 +58,8 @@ def main() -> int:
                 phases[0],
                 ["zeroing", False],
             ],
-        )
+        ]
+        native, elastic = run_both(setup, commands, together=together)
         results[model] = {"native": native, "kvtide": elastic}
         reference = [r for r in native if r["command"] == "generate"]
         ours = [r for r in elastic if r["command"] == "generate"]
