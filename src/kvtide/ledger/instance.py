@@ -100,9 +100,10 @@ class Instance:
         words[at + w.I_WISH_LEAST] = least_bytes or size_bytes
         words[at + w.I_DEADLINE_NS] = until_ns
         words[at + w.I_WISH] = size_bytes
-        self._call_holders()
+        self.call_holders()
 
-    def _call_holders(self) -> None:
+    def call_holders(self) -> None:
+        """Wake the holders who should give something now; who stays silent is passed over."""
         # What is needed was stored before the holders' figures are read, as they publish before
         # they ask for demands: at least one of the two sees the other.
         words, called, now_ns = self._file.words, [], time.monotonic_ns()
@@ -137,7 +138,7 @@ class Instance:
             # The budget first: dying in between leaves it too low, which the next sample mends.
             words[w.H_BUDGET] -= size_bytes
             words[at + w.I_RESERVED] += size_bytes
-        self._call_holders()
+        self.call_holders()
 
     def loaded(self, size_bytes: int) -> None:
         """So much more of what was reserved is taken by now; say so after it is taken."""

@@ -19,6 +19,7 @@ from kvtide.ledger.reading import Observer, take_snapshot
 from kvtide.ledger.records import DeviceSpec, Snapshot, Terms
 from kvtide.ledger.registration import add_instance, add_pool
 from kvtide.ledger.retirement import retire, suspects
+from kvtide.ledger.sampling import take_sample
 from kvtide.ledger.sharing import Demand
 from kvtide.ledger.steering import ask_to_trim, change_terms
 from kvtide.ledger.wake import Bell
@@ -209,6 +210,12 @@ class Ledger:
         `steering.ask_to_trim`.
         """
         return ask_to_trim(self, name, to_bytes, running=running)
+
+    def sample(self, sampler: Callable[[], int]) -> bool:
+        """Measure free memory in a process that holds no pool yet; as `Account.sample`."""
+        if self.file.closed is not None:
+            raise LedgerError(self.file.closed)
+        return take_sample(self, sampler)
 
     def is_trimming(self, key: str) -> bool:
         """Whether an instance has not done yet what `ask_to_trim` asked of it."""

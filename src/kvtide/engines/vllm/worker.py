@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from kvtide.engines import family
+from kvtide.engines.reservation import reserve_for_tests
 from kvtide.engines.seats import find_seat
 from kvtide.engines.vllm.answered import Answered
 from kvtide.engines.vllm.block_major import block_major, prefer
@@ -80,6 +81,7 @@ class ElasticWorker(_Base):
         geometry = layout.geometry
         seat = find_seat(settings, device.info)
         check_longest(self.vllm_config, kv_cache_config, geometry, seat)
+        reserve_for_tests(seat, device.free_bytes, settings.wait_deadline)
         account = seat.ledger.enroll(
             seat.instance,
             pool_name="kv",

@@ -1,0 +1,145 @@
+"""Memory that a starting engine is about to take beside its KV cache: announced, counted down.
+
+A worker reserves before it loads, tells what it has loaded, and turns the rest into what it has
+measured once it is warm. What a start measured is kept beside the ledger for the next one of the
+same model and flags. On the host device weights do not count, so nothing is reserved there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvtide.errors import NeverFitsError
+from kvtide.ledger import State
+from kvtide.ledger.explaining import explain
+from kvtide.ranks.seat import Seat
+from kvtide.units import format_size, parse_size
+
+__all__ = ["Reservation", "recalled", "remember", "reserve_for_tests"]
+
+_log = logging.getLogger("vllm.kvtide")
+
+_PROBE_SECONDS: Final = 0.25
+_TEST_VARIABLE: Final = "KVTIDE_INTERNAL_RESERVE"
+
+
+class Reservation:
+    """What one worker will hold of its device beside its KV cache.
+
+    Parameters
+    ----------
+    seat
+        Its engine's place on the device.
+    sampler
+        Free bytes of the device, as its driver or kernel counts them; needs a context.
+    """
+
+    def __init__(self, seat: Seat, sampler: Callable[[], int]) -> None:
+        self._seat = seat
+        self._sampler = sampler
+        self._told_bytes = 0
+        self.size_bytes = 0
+
+    def make(self, size_bytes: int, wait_seconds: float | None) -> None:
+        """Reserve, and wait until others have made room for it.
+
+        Raises
+        ------
+        NeverFitsError
+            The device is too small, or others kept the room for longer than may be waited.
+        """
+        seat, ledger, instance = self._seat, self._seat.ledger, self._seat.instance
+        most_bytes = ledger.spec.total_bytes - ledger.spec.margin_bytes
+        if size_bytes > most_bytes:
+            raise NeverFitsError(
+                f"{instance.name} is about to load {format_size(size_bytes)}, and "
+                f"{ledger.spec.uuid} less its margin is {format_size(most_bytes)}: use a smaller "
+                "model, quantization, or more devices"
+            )
+        waker, started = instance.waker(), time.monotonic()
+        try:
+            ledger.sample(self._sampler)
+            instance.reserve(size_bytes)
+            self.size_bytes = size_bytes
+            while instance.room_bytes < 0:
+                waited = time.monotonic() - started
+                if wait_seconds is not None and waited > wait_seconds:
+                    instance.measured(0, "")
+                    raise NeverFitsError(
+                        f"no room for what is about to be loaded after {waited:.0f} s "
+                        f"(KVTIDE_WAIT_DEADLINE): "
+                        f"{explain(ledger.snapshot(), instance.name, size_bytes)}"
+                    )
+                instance.set_state(State.WAITING)
+                instance.call_holders()
+                waker.wait(_PROBE_SECONDS)
+                ledger.retire_dead()
+                ledger.sample(self._sampler)
+        finally:
+            waker.close()
+        seat.instance.set_state(State.STARTING)
+        _log.info("kvtide: %s reserved for what is about to be loaded", format_size(size_bytes))
+
+    def loaded(self, total_bytes: int) -> None:
+        """So much is loaded by now in all; after it has been taken. More than reserved is fine."""
+        more_bytes = min(total_bytes, self.size_bytes) - self._told_bytes
+        if more_bytes > 0:
+            self._told_bytes += more_bytes
+            self._seat.instance.loaded(more_bytes)
+
+    def finish(self, measured_bytes: int, source: str) -> None:
+        """All is loaded and warm: what is held beside the KV cache, measured by `source`.
+
+        Whatever was reserved beyond it is to be had from here on.
+        """
+        self._seat.instance.measured(measured_bytes, source)
+        self._seat.ledger.sample(self._sampler)
+
+
+def _file(directory: Path, key: str) -> Path:
+    return directory / f"start-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def recalled(directory: Path, key: str) -> int | None:
+    """What the last start under this key measured, in bytes; None if there was none.
+
+    The key names everything that the size depends on: model, revision, data types, parallel sizes,
+    the engine and its version, and the flags of its graphs.
+    """
+    try:
+        kept = json.loads(_file(directory, key).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    good = isinstance(kept, dict) and kept.get("key") == key and isinstance(kept.get("bytes"), int)
+    return int(kept["bytes"]) if good else None
+
+
+def remember(directory: Path, key: str, size_bytes: int) -> None:
+    """Keep what a start measured, for the next one under the same key."""
+    path = _file(directory, key)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps({"key": key, "bytes": size_bytes}))
+    fresh.replace(path)
+
+
+def reserve_for_tests(seat: Seat, sampler: Callable[[], int], wait_seconds: float | None) -> None:
+    """On a device where nothing is loaded: reserve what a variable says, hold it, let go of it.
+
+    `KVTIDE_INTERNAL_RESERVE=32MiB,2` reserves 32 MiB and "loads" for 2 s.
+    """
+    text = os.environ.get(_TEST_VARIABLE)
+    if text is None:
+        return
+    size, _, seconds = text.partition(",")
+    reservation = Reservation(seat, sampler)
+    reservation.make(parse_size(size), wait_seconds)
+    time.sleep(float(seconds or 0))
+    reservation.loaded(parse_size(size))
+    reservation.finish(0, "given")
