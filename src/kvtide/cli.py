@@ -7,7 +7,19 @@ from collections.abc import Sequence
 
 import typer
 
-from kvtide.commands import bench, census, demo, doctor, plan, run, status, steer, verify
+from kvtide.commands import (
+    bench,
+    census,
+    demo,
+    doctor,
+    plan,
+    run,
+    serve,
+    status,
+    steer,
+    top,
+    verify,
+)
 from kvtide.errors import KvtideError
 
 __all__ = ["build", "main"]
@@ -24,7 +36,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for command in (run, status, steer, plan, census, bench, doctor, demo, verify):
+    for command in (*(run, status, top, steer, serve, plan, census, bench, doctor, demo, verify),):
         command.register(app)
     return app
 

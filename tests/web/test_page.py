@@ -146,3 +146,12 @@ def test_all_controls_can_be_reached_by_tab(page):
         )
     assert any(r.startswith("Limit of chat") for r in reached), reached
     assert any(r.startswith("Set the limit of code") for r in reached), reached
+
+
+def test_trim_asks_the_engine(page, world):
+    row(page, "chat").find_element(By.CLASS_NAME, "trim").click()
+    notice = page.find_element(By.ID, "notice")
+    # This one is on paper and does not answer.
+    until(page, lambda: "chat gave back 0 B" in notice.text, "the page says what came of it")
+    ledger = world.ledger
+    assert ledger.is_trimming(world.engines["chat"].instance.key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from typing import Final, Literal
+from typing import Final
 
 from kvtide.observe.tally import CAUSE_NAMES, KIND_NAMES, Cause, Kind
 from kvtide.units import format_size
@@ -86,8 +86,8 @@ class _Json(logging.Formatter):
         return json.dumps(line | record.__dict__.get("kvtide", {}))
 
 
-def set_up(form: Literal["text", "json", "none"]) -> None:
-    """Send what kvtide logs to standard error; once a process, and again changes the form."""
+def set_up(form: str) -> None:
+    """Send what kvtide logs to standard error, as text or json; events not at all if none."""
     logger = logging.getLogger("kvtide")
     for handler in list(logger.handlers):
         if handler.get_name() == "kvtide":

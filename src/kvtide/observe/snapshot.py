@@ -29,7 +29,8 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     """One engine on one device. `state`: starting, running, sleeping, waiting or dead.
 
     What is mapped is in use by requests, cached, idle, or quarantined. `waiting_bytes` is what it
-    lacks.
+    lacks, `loading_bytes` what it will yet take beside KV caches, and `non_kv_bytes` what it has
+    taken. `limit_revision` is of all its terms. `silent`: it does not answer calls to give back.
     """
 
     name: str
@@ -47,12 +48,20 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     quarantined_bytes: int = 0
     pinned_bytes: int = 0
     waiting_bytes: int = 0
+    min_bytes: int = 0
+    backed_min_bytes: int = 0
+    priority: int = 0
+    headroom_bytes: int = 0
+    non_kv_bytes: int = 0
+    loading_bytes: int = 0
+    silent: bool = False
 
 
 class DeviceStatus(msgspec.Struct, frozen=True):
     """One device. `free_bytes` is what could be granted now.
 
-    `outside_bytes` is what its memory is taken by besides KV caches: weights, other processes.
+    `outside_bytes` is what others hold: neither KV caches, nor what instances are known to hold
+    beside them. On the host device instances hold only KV caches.
     """
 
     device: str
@@ -115,6 +124,18 @@ def device_status(snapshot: Snapshot, free_now_bytes: int | None = None) -> Devi
 
 
 def _outside_bytes(snapshot: Snapshot, free_now_bytes: int | None) -> int:
+    taken_bytes = _not_kv_bytes(snapshot, free_now_bytes)
+    if snapshot.spec.backend == "host":
+        return taken_bytes
+    known_bytes = sum(_non_kv_bytes(instance) for instance in snapshot.instances)
+    return max(0, taken_bytes - known_bytes)
+
+
+def _non_kv_bytes(instance: InstanceView) -> int:
+    return instance.non_kv_bytes or min(instance.loaded_bytes, instance.reserved_bytes)
+
+
+def _not_kv_bytes(snapshot: Snapshot, free_now_bytes: int | None) -> int:
     spec = snapshot.spec
     if free_now_bytes is not None:
         mapped_bytes = sum(p.mapped_bytes for i in snapshot.instances for p in i.pools if p.live)
@@ -122,8 +143,11 @@ def _outside_bytes(snapshot: Snapshot, free_now_bytes: int | None) -> int:
     if snapshot.sampled_ns == 0:
         return 0
     if snapshot.budget_bytes < spec.ceiling_bytes:
-        # The budget is what KV caches held at the sample and what was free, less the margin.
-        return max(0, spec.total_bytes - spec.margin_bytes - snapshot.budget_bytes)
+        # The budget is what KV caches held at the sample and what was free, less the margin and
+        # what is still to be loaded.
+        loading_bytes = sum(instance.loading_bytes for instance in snapshot.instances)
+        lent_bytes = spec.margin_bytes + snapshot.budget_bytes + loading_bytes
+        return max(0, spec.total_bytes - lent_bytes)
     mapped_bytes = sum(instance.mapped_bytes for instance in snapshot.instances)
     return max(0, spec.total_bytes - snapshot.free_sampled_bytes - mapped_bytes)
 
@@ -154,6 +178,13 @@ def _instance(instance: InstanceView) -> InstanceStatus:
         quarantined_bytes=quarantined_bytes,
         pinned_bytes=sum(p.figures.pinned_bytes for p in pools),
         waiting_bytes=instance.wish_bytes,
+        min_bytes=instance.terms.min_bytes,
+        backed_min_bytes=instance.backed_min_bytes,
+        priority=instance.terms.priority,
+        headroom_bytes=instance.terms.headroom_bytes,
+        non_kv_bytes=_non_kv_bytes(instance),
+        loading_bytes=instance.loading_bytes,
+        silent=instance.silent,
     )
 
 

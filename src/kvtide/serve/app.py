@@ -18,12 +18,19 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvtide import control
 from kvtide.errors import KvtideError, LedgerError, StaleRevisionError, UsageError
-from kvtide.serve import steer
 from kvtide.serve.guard import Guard, problem
 from kvtide.serve.hub import Hub
 from kvtide.serve.metrics import registry_of
-from kvtide.serve.openapi import LimitChange, LimitSet, describe
+from kvtide.serve.openapi import (
+    EvictDone,
+    TermsChange,
+    TermsSet,
+    TrimDone,
+    TrimOrder,
+    describe,
+)
 from kvtide.serve.token import Token
 from kvtide.units import parse_size
 
@@ -33,6 +40,7 @@ _HERE = Path(__file__).parent
 _PAGES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
 _MAX_STREAMED = 1_000_000
 
+R = TypeVar("R")
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -54,7 +62,8 @@ def make_app(directory: Path, hub: Hub, token: Token, hosts: Sequence[str]) -> S
             Route("/api/v1/snapshot", routes.snapshot),
             Route("/api/v1/history", routes.history),
             Route("/api/v1/events", routes.events),
-            Route("/api/v1/instances/{name}/limit", routes.limit, methods=["PUT"]),
+            Route("/api/v1/instances/{name}", routes.instance, methods=["PATCH", "DELETE"]),
+            Route("/api/v1/instances/{name}/trim", routes.trim, methods=["POST"]),
         ],
         middleware=[Middleware(Guard, token=token, hosts=hosts)],
         exception_handlers={HTTPException: _http_error, KvtideError: _kvtide_error},
@@ -87,13 +96,25 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
+def _integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _size(value: Any) -> Any:
+    return parse_size(value) if isinstance(value, str) else value
+
+
 async def _body(request: Request, kind: type[S]) -> S:
     media = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media != "application/json":
         raise HTTPException(415, "send application/json")
     try:
-        return msgspec.json.decode(await request.body(), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        given = msgspec.json.decode(await request.body())
+        if isinstance(given, dict):
+            # To JSON 1.0 is an integer, in unions to msgspec it is not.
+            given = {key: _integer(value) for key, value in given.items()}
+        return msgspec.convert(given, kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise HTTPException(422, f"the body is not what is described: {error}") from error
 
 
@@ -123,15 +144,35 @@ class _Routes:
     async def openapi(self, _: Request) -> Response:
         return _json(describe())
 
-    async def limit(self, request: Request) -> Response:
-        change = await _body(request, LimitChange)
-        done = await asyncio.to_thread(
-            steer.set_limit,
-            self.directory,
-            request.path_params["name"],
-            None if change.limit is None else parse_size(change.limit),
-            change.revision,
-            change.device,
+    async def instance(self, request: Request) -> Response:
+        return await (self.set(request) if request.method == "PATCH" else self.evict(request))
+
+    async def set(self, request: Request) -> Response:
+        given = await _body(request, TermsChange)
+        wanted = {
+            field: _size(value)
+            for field in ("limit", "min", "priority", "headroom")
+            if (value := getattr(given, field)) is not msgspec.UNSET
+        }
+        changed = await self._do(
+            control.set, request, **wanted, revision=given.revision, device=given.device
         )
+        return _json([TermsSet(c.device, c.revision, *c.terms) for c in changed])
+
+    async def trim(self, request: Request) -> Response:
+        order = await _body(request, TrimOrder)
+        done = await self._do(
+            control.trim, request, to=_size(order.to), now=order.now, device=order.device
+        )
+        return _json([TrimDone(t.device, t.before_bytes, t.after_bytes, t.to_bytes) for t in done])
+
+    async def evict(self, request: Request) -> Response:
+        done = await self._do(control.evict, request)
+        return _json([EvictDone(e.device, e.charged_bytes) for e in done])
+
+    async def _do(self, change: Callable[..., list[R]], request: Request, **what: Any) -> list[R]:
+        """Carry it out, and have all who look see it at once."""
+        name = request.path_params["name"]
+        done = await asyncio.to_thread(change, name, directory=self.directory, **what)
         await self.hub.look()
-        return _json(LimitSet(revisions=done))
+        return done

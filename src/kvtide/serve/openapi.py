@@ -9,7 +9,7 @@ import msgspec
 from kvtide import __version__
 from kvtide.serve.hub import Point, View
 
-__all__ = ["LimitChange", "LimitSet", "Problem", "describe"]
+__all__ = ["EvictDone", "Problem", "TermsChange", "TermsSet", "TrimDone", "TrimOrder", "describe"]
 
 SizeText = Annotated[
     str,
@@ -20,24 +20,57 @@ SizeText = Annotated[
 ]
 Revision = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 DeviceName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Priority = Annotated[int, msgspec.Meta(ge=-1000, le=1000)]
 
 
-class LimitChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A limit to set: a size in words, or null for none.
+class TermsChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Terms to set; what is left out stays. A limit of null is none.
 
     `revision` is the one that was seen: 409 if it is not the current one any more. Without
-    `device` it is set wherever the instance runs.
+    `device` they are set wherever the instance runs.
     """
 
-    limit: SizeText | None
+    limit: SizeText | msgspec.UnsetType | None = msgspec.UNSET
+    min: SizeText | msgspec.UnsetType = msgspec.UNSET
+    priority: Priority | msgspec.UnsetType = msgspec.UNSET
+    headroom: SizeText | msgspec.UnsetType = msgspec.UNSET
     revision: Revision | None = None
     device: DeviceName | None = None
 
 
-class LimitSet(msgspec.Struct, frozen=True):
-    """The new revision of the limit, by device."""
+class TrimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the instance may keep. `now` preempts running requests if need be."""
 
-    revisions: dict[str, int]
+    to: SizeText = "0"
+    now: bool = False
+    device: DeviceName | None = None
+
+
+class TermsSet(msgspec.Struct, frozen=True):
+    """An instance's terms on one device as they are now. Sizes in bytes."""
+
+    device: str
+    revision: int
+    limit_bytes: int | None
+    min_bytes: int
+    priority: int
+    headroom_bytes: int
+
+
+class TrimDone(msgspec.Struct, frozen=True):
+    """What an instance was charged with on one device, before and a moment after."""
+
+    device: str
+    before_bytes: int
+    after_bytes: int
+    to_bytes: int
+
+
+class EvictDone(msgspec.Struct, frozen=True):
+    """What a dead instance's records on one device answered for."""
+
+    device: str
+    charged_bytes: int
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -59,11 +92,14 @@ _PROBLEMS = {
 
 def describe() -> dict[str, Any]:
     """OpenAPI 3.1."""
-    kinds = (View, tuple[Point, ...], LimitChange, LimitSet, Problem)
+    kinds = (
+        *(View, tuple[Point, ...], TermsChange, tuple[TermsSet, ...]),
+        *(TrimOrder, tuple[TrimDone, ...], tuple[EvictDone, ...], Problem),
+    )
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
-    view, history, change, done, trouble = schemas
+    view, history, change, done, trim, trimmed, evicted, trouble = schemas
     problems = {
         code: {"description": text, "content": _content(trouble)}
         for code, text in _PROBLEMS.items()
@@ -104,15 +140,18 @@ def describe() -> dict[str, Any]:
                     "responses": stream | {"422": problems["422"]},
                 }
             },
-            "/api/v1/instances/{name}/limit": {
-                "put": {
-                    "operationId": "set_limit",
-                    "summary": "Set or lift the most that an instance may hold.",
-                    "security": [{"token": []}],
-                    "parameters": [name],
-                    "requestBody": {"required": True, "content": _content(change)},
-                    "responses": {"200": _answer("It is set.", done)} | problems,
-                }
+            "/api/v1/instances/{name}": {
+                "patch": _write(
+                    "set", "Set an instance's terms, at once.", name, change, done, problems
+                ),
+                "delete": _write(
+                    "evict", "End what a dead instance has left.", name, None, evicted, problems
+                ),
+            },
+            "/api/v1/instances/{name}/trim": {
+                "post": _write(
+                    "trim", "Have it give back once what is idle.", name, trim, trimmed, problems
+                )
             },
         },
         "components": {
@@ -136,3 +175,23 @@ def _read(name: str, text: str, schema: Any) -> dict[str, Any]:
         "summary": text,
         "responses": {"200": _answer("As it says.", schema)},
     }
+
+
+def _write(
+    operation: str,
+    text: str,
+    name: dict[str, Any],
+    body: Any,
+    done: Any,
+    problems: dict[str, Any],
+) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": operation,
+        "summary": text,
+        "security": [{"token": []}],
+        "parameters": [name],
+        "responses": {"200": _answer("It is done.", done)} | problems,
+    }
+    if body is not None:
+        described["requestBody"] = {"required": True, "content": _content(body)}
+    return described

@@ -47,17 +47,20 @@ function segments(bar, wanted, total) {
     if (!segment) { segment = document.createElement("span"); bar.append(segment); }
     if (segment.className !== kind) segment.className = kind;
     const share = `${Math.min(100, (100 * bytes) / total)}%`;
-    if (kind === "limit") segment.style.left = `calc(${share} - 3px)`;
-    else { segment.style.left = ""; segment.style.width = share; }
-    if (kind === "limit") segment.style.width = "";
+    const mark = kind === "limit" || kind === "min";
+    segment.style.left = mark ? `calc(${share} - 3px)` : "";
+    segment.style.width = mark ? "" : share;
   });
 }
 
 const USES = ["used", "cached", "idle", "quarantined"];
+// What an instance has beside its KV cache; on the host device that does not count.
+const BESIDE = ["non_kv", "loading"];
 
 function parts(device, instance) {
   const color = hue(device.device, instance.name);
-  return USES.map((use) => [`${use} ${color}`, instance[`${use}_bytes`]]).filter(([, n]) => n > 0);
+  const uses = device.backend === "host" ? USES : [...USES, ...BESIDE];
+  return uses.map((use) => [`${use} ${color}`, instance[`${use}_bytes`]]).filter(([, n]) => n > 0);
 }
 
 function sectionOf(device) {
@@ -100,6 +103,7 @@ function showLegend(list, device, living) {
   const wanted = [
     ...living.map((i) => [i.name, `plain ${hue(device.device, i.name)}`]),
     ["in use", "swatch used"], ["cached", "swatch cached"], ["mapped and idle", "swatch idle"],
+    ...(device.backend === "host" ? [] : [["beside the KV cache", "swatch non_kv"], ["reserved", "swatch loading"]]),
     ["others", "outside"], ["free", "free"],
   ];
   const key = JSON.stringify(wanted);
@@ -135,16 +139,22 @@ function newRow(device, instance) {
     event.preventDefault();
     setLimit(device.device, row);
   });
+  const trim = row.querySelector(".trim");
+  trim.setAttribute("aria-label", `Trim ${instance.name}: have it give back its idle memory`);
+  trim.addEventListener("click", () => change(
+    `/api/v1/instances/${encodeURIComponent(instance.name)}/trim`, "POST", { device: device.device },
+    ([done]) => `${instance.name} gave back ${size(Math.max(0, done.before_bytes - done.after_bytes))}.`));
   return row;
 }
 
 function showRow(row, device, instance) {
   text(row.querySelector("th"), instance.name);
   const state = row.querySelector(".state");
-  text(state, instance.state);
+  text(state, instance.silent ? `${instance.state}, does not answer` : instance.state);
   state.className = `state ${instance.state}`;
   const bar = row.querySelector(".bar"), own = parts(device, instance);
   if (instance.limit_bytes !== null) own.push(["limit", instance.limit_bytes]);
+  if (instance.min_bytes > 0) own.push(["min", instance.min_bytes]);
   segments(bar, own, device.total_bytes);
   const limit = instance.limit_bytes === null ? "none" : exact(instance.limit_bytes);
   bar.setAttribute("aria-label",
@@ -154,6 +164,9 @@ function showRow(row, device, instance) {
   text(row.querySelector(".is-used"), size(instance.used_bytes));
   text(row.querySelector(".is-cached"), size(instance.cached_bytes));
   text(row.querySelector(".is-waiting"), instance.waiting_bytes ? size(instance.waiting_bytes) : "");
+  const unbacked = instance.min_bytes - instance.backed_min_bytes;
+  text(row.querySelector(".is-min"), instance.min_bytes
+    ? size(instance.min_bytes) + (unbacked > 0 ? `, ${size(unbacked)} unbacked` : "") : "");
   const input = row.querySelector("input");
   if (row.dataset.revision !== String(instance.limit_revision)) {
     row.dataset.revision = instance.limit_revision;
@@ -164,8 +177,8 @@ function showRow(row, device, instance) {
 async function setLimit(device, row) {
   const name = row.dataset.instance, wanted = row.querySelector("input").value.trim();
   const body = { limit: wanted === "none" || wanted === "" ? null : wanted, device, revision: Number(row.dataset.revision) };
-  await change(`/api/v1/instances/${encodeURIComponent(name)}/limit`, "PUT", body,
-    `The limit of ${name} is ${body.limit ?? "none"} now.`);
+  await change(`/api/v1/instances/${encodeURIComponent(name)}`, "PATCH", body,
+    () => `The limit of ${name} is ${body.limit ?? "none"} now.`);
 }
 
 async function change(path, method, body, done) {
@@ -174,8 +187,8 @@ async function change(path, method, body, done) {
       method, body: JSON.stringify(body),
       headers: { "Content-Type": "application/json", Authorization: `Bearer ${$("token").value}` },
     });
-    if (response.ok) notice(done, false);
-    else notice((await response.json()).error, true);
+    const answer = await response.json();
+    notice(response.ok ? done(answer) : answer.error, !response.ok);
   } catch {
     notice("The server does not answer.", true);
   }

@@ -74,6 +74,13 @@ def test_one_instance_with_a_pool(directory):
                         "quarantined_bytes": 0,
                         "pinned_bytes": 0,
                         "waiting_bytes": 0,
+                        "min_bytes": 0,
+                        "backed_min_bytes": 0,
+                        "priority": 0,
+                        "headroom_bytes": 0,
+                        "non_kv_bytes": 0,
+                        "loading_bytes": 0,
+                        "silent": False,
                         "pools": [
                             {
                                 "name": "main",
