@@ -112,6 +112,10 @@ class _Outermost:
     def end(self, text: str, status: int) -> NoReturn:
         """End every member and this process."""
         print(f"kvtide: {text}", file=sys.stderr, flush=True)
+        # The engine's other threads see its processes die now, and would have the last word.
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
         for pid, _ in self._members.values():
             _kill(pid)
         for callback in self.at_end:

@@ -82,17 +82,8 @@ def lived(site: Site, server: Server, name: str, *, native: bool) -> Iterator[Li
     life that is yielded; nothing is raised for it.
     """
     life = Life(name, native, str(server.log))
-    if not server.started:
-        server.start()
     try:
-        server.wait_ready(_READY_SECONDS)
-        life.ready = True
-        instance = site.instance(name)
-        life.registered = instance is not None and bool(instance.pools)
-        life.blocks = instance.pools[0].blocks_total if instance and instance.pools else 0
-    except ServerError as error:
-        life.error = str(error)
-    try:
+        _start(site, server, life)
         yield life
         life.alive = life.ready and server.healthy()
     finally:
@@ -105,6 +96,20 @@ def lived(site: Site, server: Server, name: str, *, native: bool) -> Iterator[Li
         life.left_records = 0 if left is None else 1
         life.left_bytes = 0 if left is None else left.charged_bytes
         life.log_errors = tuple(find_errors(Path(server.log)))
+
+
+def _start(site: Site, server: Server, life: Life) -> None:
+    if not server.started:
+        server.start()
+    try:
+        server.wait_ready(_READY_SECONDS)
+    except ServerError as error:
+        life.error = str(error)
+        return
+    life.ready = True
+    instance = site.instance(life.name)
+    life.registered = instance is not None and bool(instance.pools)
+    life.blocks = instance.pools[0].blocks_total if instance and instance.pools else 0
 
 
 def drop_cache(server: Server, life: Life) -> None:

@@ -21,7 +21,7 @@ from kvtide.verify.verdict import Check
 __all__ = ["LimitRecord", "judge_limit", "run_limit"]
 
 _SHORT, _SHORT_TOKENS = 100, 48
-_LONG, _LONG_TOKENS = 4, 900
+_LONG, _LONG_TOKENS = 4, 600
 _ALLOWED_SECONDS = 30.0
 _GRANULARITY_BYTES = 2 * MIB
 
