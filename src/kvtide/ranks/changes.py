@@ -67,6 +67,8 @@ class Changes(Generic[B]):
     ----------
     made, refused
         Growths that all ranks made, and those that some could not although they were granted.
+    unsplit
+        Splits that some ranks could not make.
     quarantined_bytes
         By rank: what its device did not take back, or holds for an extent that could not be split.
     """
@@ -83,7 +85,7 @@ class Changes(Generic[B]):
         self._shrinking: dict[int, _Shrinking] = {}
         # Of each shape, where memory is stuck. Most often empty.
         self._blocked: list[set[Run]] = [set() for _ in pool.shapes]
-        self.made = self.refused = 0
+        self.made = self.refused = self.unsplit = 0
         self.quarantined_bytes = {member.rank: 0 for member in ranks.members}
 
     @property
@@ -192,6 +194,7 @@ class Changes(Generic[B]):
                 ]
                 for member in whole:
                     back[member.rank] -= freed_bytes
+                self.unsplit += bool(whole)
                 if not whole:
                     split_up.append(split)
                 elif len(whole) == len(members):

@@ -71,7 +71,7 @@ class ElasticMemory(Generic[B]):
         self._block_bytes = [shape.geometry.block_bytes for shape in pool.shapes]
         self.journal = Journal(seats, ranks.members, self._block_bytes)
         self.changes = Changes(ranks, pool, circulation, self.journal)
-        self.giving = Giving(seats, ranks, pool, circulation, self.changes)
+        self.giving = Giving(seats, ranks, pool, circulation, self.changes, clock)
         self._wish = Wish(seats)
         self._clock = clock
         self._granule = pool.shapes[0].granularity_bytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from kvtide.observe.tally import Cause, Kind
 from kvtide.pool import Block, Pool, Reclaim, Splits, Standing
 from kvtide.ranks.changes import Changes, Circulation
+from kvtide.ranks.patience import Backoff
 from kvtide.ranks.ranks import Ranks
 from kvtide.ranks.seat import Seat
 
@@ -28,6 +30,7 @@ class Giving(Generic[B]):
         pool: Pool,
         circulation: Circulation[B],
         changes: Changes[B],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seats = seats
         self._ranks = ranks
@@ -41,6 +44,10 @@ class Giving(Generic[B]):
         # Idle blocks that could not be given back when all was asked for: they share granules
         # with others that are in use.
         self._hoard = 0
+        self._clock = clock
+        # After a split that could not be made: until then only whole extents go.
+        self._backoff = Backoff()
+        self._unsplit = 0
 
     def to_others(self) -> bool:
         """Give what others wish for, or a limit demands, of what no request holds.
@@ -60,7 +67,9 @@ class Giving(Generic[B]):
         cause = Cause.LIMIT if self._above_limit() else Cause.OTHERS
         reclaim = self._plan_with_splits(wanted, cause)
         given = [shrink.granules for shrink in reclaim.shrinks]
-        if any(g < w for g, w in zip(given, wanted, strict=True)):
+        short = any(g < w for g, w in zip(given, wanted, strict=True))
+        # What lacked a transient may go in the next round.
+        if short and self._may_split() and not (any(given) and any(reclaim.lacking)):
             self._hoard = self._idle_count
         return any(given)
 
@@ -121,6 +130,13 @@ class Giving(Generic[B]):
         reclaim = self._pool.plan_shrink(self.standing(), wanted, cached=False, at_most=at_most)
         return self._begin(reclaim, [0] * len(wanted), cached=0, cause=cause)
 
+    def _may_split(self) -> bool:
+        now = self._clock()
+        if self._changes.unsplit > self._unsplit:
+            self._unsplit = self._changes.unsplit
+            self._backoff.failed(now)
+        return self._backoff.ready(now)
+
     def _plan_with_splits(self, wanted: Sequence[int], cause: int) -> Reclaim:
         """Choose and begin, whole extents first.
 
@@ -130,7 +146,8 @@ class Giving(Generic[B]):
         standing, nothing = self.standing(), [0] * len(wanted)
         transient = nothing
         plan = self._pool.plan_shrink
-        reclaim = plan(standing, wanted, cached=True, splits=Splits(nothing, staged=False))
+        splits = Splits(nothing, staged=False) if self._may_split() else None
+        reclaim = plan(standing, wanted, cached=True, splits=splits)
         if any(reclaim.lacking):
             staged = self._ranks.grant([g * self._granule for g in reclaim.lacking]) is not None
             if not staged:
