@@ -10,6 +10,8 @@ from kvtide.device.base import DeviceInfo
 from kvtide.engines.family import at_end
 from kvtide.errors import KvtideError, LedgerError
 from kvtide.ledger import DeviceSpec, Instance, Ledger
+from kvtide.observe.tallies import sweep
+from kvtide.observe.tally import tallies_of
 from kvtide.ranks.elastic import Seat
 from kvtide.settings import Settings
 from kvtide.units import MIB
@@ -89,6 +91,8 @@ def _leave() -> None:
             while time.monotonic() < deadline and _is_there(ledger, instance):
                 time.sleep(0.01)
                 ledger.retire_dead()
+            # And what its processes counted, where they were ended by force.
+            sweep(tallies_of(ledger.path), ledger.snapshot())
         except LedgerError as error:
             print(f"kvtide: {error}", file=sys.stderr, flush=True)
         ledger.close()
