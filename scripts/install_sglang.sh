@@ -3,7 +3,7 @@
 #
 #   scripts/install_sglang.sh VERSION VENV     e.g.  scripts/install_sglang.sh 0.5.20 .venvs/sglang-0.5.20
 #
-# SGLang has no wheel for a CPU: tests/engines/sglang/cpu stands in for sgl-kernel's CPU build (torch
+# SGLang has no wheel for a CPU: tests/engines/sglang_engine/cpu stands in for sgl-kernel's CPU build (torch
 # versions of the few names that SGLANG_USE_CPU_ENGINE=1 needs) and makes PyPI's torchvision import
 # beside a CPU torch. Python: $PYTHON, default python3. Runs again in no time where nothing changed.
 set -euo pipefail
@@ -19,8 +19,8 @@ case $version in
 *) echo "install_sglang: known are 0.5.20 and 0.5.23, not $version" >&2 && exit 2 ;;
 esac
 
-inputs=$(cat "$0" "$root/pyproject.toml" "$root"/tests/engines/sglang/cpu/*.p* \
-    "$root"/tests/engines/sglang/cpu/sgl_kernel/*.py | sha256sum | cut -c1-16)
+inputs=$(cat "$0" "$root/pyproject.toml" "$root"/tests/engines/sglang_engine/cpu/*.p* \
+    "$root"/tests/engines/sglang_engine/cpu/sgl_kernel/*.py | sha256sum | cut -c1-16)
 stamp="sglang $version, torch $torch, $root, $inputs"
 if [ "$(cat "$venv/.done" 2>/dev/null)" = "$stamp" ]; then
     exit 0
@@ -51,7 +51,7 @@ if ! "$venv/bin/python" -c "import importlib.metadata as m; assert m.version('sg
 fi
 
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-cp -r "$root"/tests/engines/sglang/cpu/* "$site"/
+cp -r "$root"/tests/engines/sglang_engine/cpu/* "$site"/
 
 say "installing kvtide from $root"
 pip install --editable "$root" "pytest>=8.3" "pytest-timeout>=2.3"

@@ -15,8 +15,6 @@ from kvtide.ranks.memory import RankMemory
 
 __all__ = ["Answered", "Buffer", "Listed", "geometry_of", "state_buffers"]
 
-# Buffers begin at addresses that any kernel may ask for.
-_ALIGN_BYTES = 4096
 
 
 class Buffer(NamedTuple):
@@ -41,10 +39,11 @@ def geometry_of(
     """The geometry of a pool's buffers in one arena, and each buffer's offset there in bytes.
 
     Every layer of every buffer is a strip of `blocks_total` blocks of equal size, block 0 first.
+    Buffers begin at whole granules, so that the same blocks lie in the first granule of each.
     """
     strips, offsets, end = [], [], 0
     for buffer in buffers:
-        offset = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+        offset = -(-end // granularity_bytes) * granularity_bytes
         layer_bytes, rest = divmod(buffer.size_bytes, buffer.layers)
         assert rest == 0
         rows = buffer.shape[0 if buffer.layers == 1 else 1]

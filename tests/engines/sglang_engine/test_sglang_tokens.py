@@ -1,0 +1,98 @@
+"""One SGLang server on a device that is too small for what it is asked gives native tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+from fleet import Sampler, assert_within_budget, prompts_of, tokens_of, until
+
+from kvtide.units import MIB
+from kvtide.verify.sglang_servers import SGLangServer
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("sgl_kernel") is None, reason="needs SGLang"),
+]
+
+
+class Case(NamedTuple):
+    """A model, the device it is served on, and what is asked."""
+
+    kind: str
+    device_bytes: int
+    arguments: tuple[str, ...] = ()
+    requests: int = 16
+    longest: int = 300
+    max_tokens: int = 64
+
+
+CASES = {
+    "llama": Case("llama-wide", 96 * MIB, requests=24),
+    "llama-page16": Case("llama-wide", 96 * MIB, ("--page-size", "16"), requests=24),
+    "mla": Case("deepseek-dense", 32 * MIB, requests=12),
+    "gemma3": Case("gemma3", 32 * MIB),
+    "windows": Case("gemma3-hybrid", 48 * MIB, ("--swa-full-tokens-ratio", "0.5")),
+    "lfm2": Case("lfm2", 48 * MIB, ("--max-mamba-cache-size", "24000")),
+}
+
+
+class Pair(NamedTuple):
+    """A server under kvtide and what a native one answered: twice, the second time from cache."""
+
+    case: Case
+    fleet: object
+    server: SGLangServer
+    prompts: list[list[int]]
+    native: list[list[tuple[int, ...]]]
+    native_cached: list[list[int | None]]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, sglang_fleet: Callable[[int], object]) -> Iterator[Pair]:
+    case = CASES[request.param]
+    fleet = sglang_fleet(case.device_bytes)
+    prompts = prompts_of(7, case.requests, 50, case.longest)
+    plain = ("--max-total-tokens", "20000", "--mem-fraction-static", "0.5")
+    reference = fleet.start(case.kind, None, *plain, *case.arguments).wait_ready()
+    answers = [reference.ask(prompts, case.max_tokens) for _ in range(2)]
+    reference.stop()
+    server = fleet.start(
+        case.kind, "a", "--mem-fraction-static", "0.9", *case.arguments
+    ).wait_ready()
+    yield Pair(
+        case,
+        fleet,
+        server,
+        prompts,
+        [tokens_of(a) for a in answers],
+        [[c.cached_tokens for c in a] for a in answers],
+    )
+    fleet.stop()
+
+
+def test_tokens_and_cached_tokens_are_native(pair: Pair) -> None:
+    with Sampler(pair.fleet) as sampler:
+        for native in pair.native:
+            assert tokens_of(pair.server.ask(pair.prompts, pair.case.max_tokens)) == native
+    assert_within_budget(sampler.samples)
+    # It held more than at its start meanwhile, and never all that it has addresses for.
+    first, most = sampler.samples[0].charges["a"], sampler.peak("a")
+    print(f"charged {first >> 20} MiB at first, {most >> 20} MiB at most")
+    assert most > first
+
+
+def test_memory_goes_when_the_cache_is_flushed(pair: Pair) -> None:
+    pair.server.ask(pair.prompts[:4], 8)
+    until(lambda: pair.fleet.instance("a").state.name == "SLEEPING", 20, "it is idle")
+    before = pair.fleet.held_bytes()
+    pair.server.drop_cache()
+    after = pair.fleet.held_bytes()
+    pools = pair.fleet.instance("a").pools
+    assert after == sum(pool.figures.pinned_bytes for pool in pools) <= before
+    # It serves on, and its leak checks have found nothing.
+    assert tokens_of(pair.server.ask(pair.prompts[:2], pair.case.max_tokens)) == pair.native[0][:2]
+    assert pair.server.healthy()
+    assert "leak" not in pair.server.log.read_text().lower().replace("nanobind", "")

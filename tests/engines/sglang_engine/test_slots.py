@@ -1,0 +1,302 @@
+"""SGLang's own allocator and radix tree over elastic memory, without a server."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("sgl_kernel") is None:
+    pytest.skip("needs SGLang", allow_module_level=True)
+
+import torch
+
+from kvtide.device import open_device
+from kvtide.engines.seats import spec_of
+from kvtide.engines.sglang.allocators import Conserving
+from kvtide.engines.sglang.buffers import Answered, Buffer, geometry_of, list_buffers
+from kvtide.engines.sglang.cached import cached_by
+from kvtide.engines.sglang.memory import SlotMemory, Slots
+from kvtide.engines.sglang.parts import Part
+from kvtide.ledger import Ledger
+from kvtide.ranks.endpoint import Endpoint
+from kvtide.ranks.memory import RankMemory
+from kvtide.ranks.seat import Seat
+from kvtide.settings import Settings
+from kvtide.units import MIB
+
+pytestmark = pytest.mark.torch
+
+SEED = 20260
+
+
+class World:
+    """One pool of SGLang's on a host device of its own, with its allocator and its tree."""
+
+    def __init__(self, directory: Path, page_size: int, pages: int, device_bytes: int) -> None:
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+        from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        name = f"slots-{directory.name}"
+        self.device = open_device("host", host_total_bytes=device_bytes, host_uuid=name)
+        settings = Settings(dir=directory, host_memory=device_bytes, host_device=(name,))
+        self.ledger = Ledger.open(directory, spec_of(self.device.info, settings))
+        self.instance = self.ledger.register("a", explicit=True)
+        size = pages * page_size
+        buffers = [Buffer((size + page_size, 8, 64), torch.float32)] * 4
+        geometry, offsets = geometry_of(buffers, pages + 1, self.device.info.granularity_bytes)
+        account = self.ledger.enroll(
+            self.instance,
+            pool_name="kv",
+            rank=0,
+            blocks_total=geometry.blocks_total,
+            block_bytes=geometry.block_bytes,
+            sampler=self.device.free_bytes,
+        )
+        rank = RankMemory(self.device, geometry.arena_bytes, account)
+        seat = Seat(self.ledger, self.instance)
+        endpoint = Endpoint(rank, seat, geometry, "per-layer", 0, None)
+        endpoint.back_null_block()
+        self.part = Part("kv", 0, self.device, seat, geometry, rank, endpoint)
+        with Answered(buffers, offsets, rank, 0) as answered:
+            self.layers = [torch.zeros(b.shape, dtype=b.dtype) for b in buffers]
+        answered.check("kv")
+        pool = SimpleNamespace()
+        self.page_size = page_size
+        self.allocator: Any = (
+            TokenToKVPoolAllocator(size, torch.float32, "cpu", pool, need_sort=False)
+            if page_size == 1
+            else PagedTokenToKVPoolAllocator(
+                size, page_size, torch.float32, "cpu", pool, need_sort=False
+            )
+        )
+        parameters = CacheInitParams(
+            disable=False,
+            req_to_token_pool=SimpleNamespace(),
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=page_size,
+            tree_components=(ComponentType.FULL,),
+        )
+        self.tree = UnifiedRadixCache(parameters)
+        self.slots = Slots(self.allocator, cached_by(self.tree, "full", page_size))
+        self.memory = SlotMemory(self.part, self.slots, 1, 1)
+        self.inserted: list[list[int]] = []
+
+    def ensure(self, tokens: int) -> bool:
+        missing = -(-tokens // self.page_size) - self.memory.free
+        return missing <= 0 or self.memory.try_growth(missing) is not None
+
+    def cache(self, ids: list[int]) -> torch.Tensor:
+        """As a request that ran: its tokens in the tree; what was there already is freed."""
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        slots = self.allocator.alloc(len(ids))
+        assert slots is not None
+        for layer in self.layers:
+            layer[slots] = torch.tensor(ids, dtype=torch.float32)[:, None, None]
+        key = RadixKey(array("q", ids), None)
+        found = self.tree.insert(InsertParams(key=key, value=slots))
+        if found.prefix_len:
+            self.allocator.free_segment(slots[: found.prefix_len], start_pos=0)
+        self.inserted.append(ids)
+        return slots
+
+    def matched(self, ids: list[int]) -> torch.Tensor:
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key = RadixKey(array("q", ids), None)
+        return self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
+
+    def check(self) -> None:
+        """Every page is free, cached or live, in one place, backed, and holds what it should."""
+        free = self.memory.slots.free.mask(self.memory.pool.blocks_total)
+        usable = self.memory.pool.usable_mask()
+        assert not (free & ~usable).any()
+        assert not free[0]
+        held = (
+            self.tree.all_values_flatten().numpy() if self.tree.evictable_size() else np.array([])
+        )
+        cached = np.unique(held // self.page_size).astype(int)
+        assert len(cached) * self.page_size == len(held)
+        assert usable[cached].all()
+        assert not free[cached].any()
+        assert self.memory.free + len(cached) + 1 == self.memory.pool.usable_count
+        with Conserving():
+            assert self.allocator.available_size() + len(held) == self.allocator.size
+        for ids in self.inserted:
+            slots = self.matched(ids)
+            want = torch.tensor(ids[: len(slots)], dtype=torch.float32)
+            for layer in self.layers:
+                assert torch.equal(layer[slots][:, 0, 0], want)
+
+    def close(self) -> None:
+        self.part.endpoint.close()
+        self.instance.close()
+        self.ledger.close()
+
+
+@pytest.fixture(params=[1, 16], ids=["page1", "page16"])
+def world(request: pytest.FixtureRequest, tmp_path: Path):
+    # Buffers of 2 KiB a token: 1024 tokens a granule, four of them.
+    made = World(tmp_path, request.param, 16384 // request.param, 96 * MIB)
+    yield made
+    assert made.device.free_bytes() > 0
+    made.close()
+
+
+def sequence(source: random.Random, length: int, page_size: int) -> list[int]:
+    length = -(-length // page_size) * page_size
+    return [source.randrange(1 << 20) for _ in range(length)]
+
+
+def test_only_what_is_backed_is_free(world: World) -> None:
+    start = world.allocator.available_size()
+    assert 0 < start < 1024 + world.page_size
+    assert world.ensure(3000)
+    assert world.allocator.available_size() >= 3000
+    assert world.allocator.alloc(world.allocator.available_size() + world.page_size) is None
+    world.check()
+    world.memory.give_free()
+    assert world.allocator.available_size() == start
+    assert world.memory.part.memory.arena.mapped_bytes == 8 * MIB
+    world.check()
+
+
+def test_an_idle_cache_is_given_back_to_the_last_extent(world: World) -> None:
+    source = random.Random(SEED)
+    for _ in range(12):
+        ids = sequence(source, 400, world.page_size)
+        assert world.ensure(len(ids))
+        world.cache(ids)
+    world.check()
+    held = world.part.memory.arena.mapped_bytes
+    assert held >= 32 * MIB
+    assert world.memory.give(held)
+    world.check()
+    # What lies beside the padding page stays mapped, and so does what is cached there.
+    assert world.part.memory.arena.mapped_bytes == 8 * MIB
+
+
+def test_whole_extents_go_the_oldest_first_and_no_more_than_is_wanted(world: World) -> None:
+    source = random.Random(SEED)
+    first, *others = [sequence(source, 900, world.page_size) for _ in range(5)]
+    for ids in (first, *others):
+        assert world.ensure(len(ids))
+        world.cache(ids)
+    world.memory.give_free()
+    before = world.part.memory.arena.mapped_bytes
+    # The first one was used last: it outlives those that came after it.
+    world.matched(first)
+    assert world.memory.give(1)
+    given = before - world.part.memory.arena.mapped_bytes
+    assert 2 * MIB <= given <= 8 * MIB
+    assert len(world.matched(first)) == len(first)
+    assert any(len(world.matched(ids)) < len(ids) for ids in others)
+    world.check()
+
+
+def test_a_locked_prefix_stays(world: World) -> None:
+    source = random.Random(SEED)
+    kept = sequence(source, 1500, world.page_size)
+    assert world.ensure(3000)
+    world.cache(kept)
+    world.cache(sequence(source, 1000, world.page_size))
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    params = MatchPrefixParams(key=RadixKey(array("q", kept), None))
+    node = world.tree.match_prefix(params).last_device_node
+    lock = world.tree.inc_lock_ref(node)
+    world.memory.give(1000)
+    assert len(world.matched(kept)) == len(kept)
+    world.tree.dec_lock_ref(node, lock.to_dec_params())
+    world.check()
+
+
+def test_flushing_leaves_what_is_backed_free(world: World) -> None:
+    source = random.Random(SEED)
+    assert world.ensure(2000)
+    world.cache(sequence(source, 1800, world.page_size))
+    world.tree.reset()
+    world.allocator.clear()
+    world.inserted.clear()
+    assert world.memory.free == world.memory.pool.usable_count - 1
+    world.check()
+    world.memory.give_free()
+    world.check()
+
+
+def test_a_growth_that_another_rank_could_not_make_is_undone(world: World) -> None:
+    before = world.part.memory.arena.mapped_bytes, world.memory.free, world.part.memory.places
+    came = world.memory.try_growth(2000 // world.page_size)
+    assert came is not None
+    world.memory.undo_growth(came)
+    world.check()
+    assert (
+        world.part.memory.arena.mapped_bytes,
+        world.memory.free,
+        world.part.memory.places,
+    ) == before
+
+
+def test_withheld_blocks_are_not_counted_but_conserved(world: World) -> None:
+    free = world.allocator.available_size()
+    world.allocator.withheld = 3
+    assert world.allocator.available_size() == free - 3 * world.page_size
+    with Conserving():
+        assert world.allocator.available_size() == world.allocator.size
+    world.allocator.withheld = 0
+
+
+def test_what_must_stay_for_running_requests_stays(world: World) -> None:
+    assert world.ensure(4000)
+    world.memory.sharing.floor = 3000 // world.page_size
+    world.memory.give(1000)
+    assert world.memory.free >= 3000 // world.page_size
+    world.check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_work_keeps_every_token_where_it_belongs(world: World, seed: int) -> None:
+    print(f"seed {SEED + seed}")
+    source = random.Random(SEED + seed)
+    prefixes = [sequence(source, 300, world.page_size) for _ in range(3)]
+    for _ in range(40):
+        choice = source.random()
+        if choice < 0.6:
+            ids = sequence(source, source.randint(20, 600), world.page_size)
+            if source.random() < 0.5:
+                ids = source.choice(prefixes) + ids
+            if not world.ensure(len(ids)):
+                world.memory.give(source.randint(1, 8))
+                if not world.ensure(len(ids)):
+                    continue
+            world.cache(ids)
+        elif choice < 0.8:
+            world.memory.give(source.randint(1, 12))
+        else:
+            world.memory.give_free()
+        world.check()
+
+
+def test_a_pool_whose_buffers_are_asked_for_otherwise_is_refused(world: World) -> None:
+    from kvtide.errors import UnsupportedError
+
+    buffers = list_buffers(lambda: [torch.zeros((4, 2), dtype=torch.int8) for _ in range(2)])
+    assert [b.shape for b in buffers] == [(4, 2), (4, 2)]
+    with Answered(buffers, [0, 4096], world.part.memory, 0) as answered:
+        torch.zeros((4, 2), dtype=torch.int8)
+        torch.zeros((5, 2), dtype=torch.int8)
+    with pytest.raises(UnsupportedError, match="did not ask for 1 of the buffers"):
+        answered.check("kv")
