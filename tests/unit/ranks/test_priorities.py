@@ -1,0 +1,107 @@
+"""Engines of different priority on one device: who gives first, and what is left to whom."""
+
+import pytest
+
+from kvtide.units import MIB
+from paper_device import GRANULE
+from ranks_world import World, layers
+
+BLOCKS = 20
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = World(tmp_path, total_bytes=64 * GRANULE)
+    yield world
+    world.close()
+
+
+def engines_of(world, *priorities):
+    """Engines whose caches hold so many granules each, all idle."""
+    engines = []
+    ledger = world.ledgers["paper-0"]
+    for priority in priorities:
+        engine = world.engine([(0, layers(100, 2 * MIB, 1))], direct=True)
+        ledger.set_terms(f"engine-{len(engines)}", lambda t, p=priority: t._replace(priority=p))
+        for _ in range(3):
+            taken = engine.step(BLOCKS)
+            if taken is not None:
+                break
+        engine.give(taken, cache=True)
+        engine.memory.trim()
+        engine.memory.publish()
+        engines.append(engine)
+    return engines
+
+
+def cached(engine):
+    return len(engine.blocks.cached)
+
+
+def give(engines):
+    for engine in engines:
+        engine.squeeze()
+        engine.check_quiet()
+
+
+def test_three_priorities_under_one_pressure(world):
+    low, middle, high = engines_of(world, -1, 0, 1)
+    (waiter,) = engines_of_more(world, 2)
+    assert [cached(e) for e in (low, middle, high)] == [BLOCKS] * 3
+    free = world.memories["paper-0"].total_bytes - world.memories["paper-0"].held_bytes
+    for granules, left in (
+        (free // GRANULE + 5, [15, 20, 20]),
+        (free // GRANULE + 5 + 15 + 5, [0, 15, 20]),
+        (free // GRANULE + 5 + 15 + 5 + 15 + 5, [0, 0, 15]),
+    ):
+        for seat in waiter.memory.seats.values():
+            seat.instance.wish(granules * GRANULE)
+        give((high, middle, low))
+        now = [cached(e) for e in (low, middle, high)]
+        assert now == pytest.approx(left, abs=5), granules
+        assert now == sorted(now), "lower priority never keeps what higher has to give"
+        world.check()
+
+
+def engines_of_more(world, priority):
+    engine = world.engine([(0, layers(100, 2 * MIB, 1))], direct=True)
+    name = f"engine-{len(world.engines) - 1}"
+    world.ledgers["paper-0"].set_terms(name, lambda t: t._replace(priority=priority))
+    return [engine]
+
+
+def test_equals_are_asked_in_proportion_to_what_they_hold_idle(world):
+    one, other = engines_of(world, 0, 0)
+    other.take(BLOCKS // 2)
+    other.memory.publish()
+    (waiter,) = engines_of_more(world, 0)
+    free = world.memories["paper-0"].total_bytes - world.memories["paper-0"].held_bytes
+    for seat in waiter.memory.seats.values():
+        seat.instance.wish(free + 12 * GRANULE)
+    ledger = world.ledgers["paper-0"]
+    asked = [
+        ledger.demand(seat.instance) // GRANULE
+        for engine in (one, other)
+        for seat in engine.memory.seats.values()
+    ]
+    assert sum(asked) == pytest.approx(12, abs=1)
+    assert asked[0] == pytest.approx(2 * asked[1], abs=2)
+
+
+def test_a_trim_takes_what_is_idle_once_and_running_blocks_stay(world):
+    (engine,) = engines_of(world, 0)
+    running = engine.take(5)
+    ledger = world.ledgers["paper-0"]
+    engine.memory.publish()
+    ledger.ask_to_trim("engine-0")
+    assert engine.memory.owing
+    engine.squeeze()
+    engine.check_quiet()
+    assert cached(engine) == 0
+    assert sorted(engine.blocks.live) == sorted(running)
+    assert not engine.memory.owing
+    assert engine.memory.giving.demanded_of_running() == [0]
+    ledger.ask_to_trim("engine-0", running=True)
+    assert engine.memory.giving.demanded_of_running()[0] > 0
+    engine.memory.giving.nothing_more()
+    assert not engine.memory.owing
