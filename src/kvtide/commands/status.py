@@ -44,6 +44,8 @@ def status(
         console.print(_heading(device), soft_wrap=True)
         if device.instances:
             console.print(_table(device))
+        for note in filter(None, map(_note, device.instances)):
+            console.print(note, soft_wrap=True)
 
 
 def _heading(device: DeviceStatus) -> str:
@@ -81,3 +83,23 @@ def _row(instance: InstanceStatus) -> tuple[str, ...]:
         f"{sum(p.blocks_mapped for p in pools)}/{sum(p.blocks_total for p in pools)}",
         " ".join(str(pid) for pid in sorted({p.pid for p in pools})),
     )
+
+
+def _note(instance: InstanceStatus) -> str:
+    """What is out of the ordinary with an instance, in words; empty if nothing is."""
+    parts = []
+    if instance.priority:
+        parts.append(f"priority {instance.priority}")
+    if instance.min_bytes:
+        unbacked_bytes = instance.min_bytes - instance.backed_min_bytes
+        lacks = f" ({format_size(unbacked_bytes)} unbacked)" if unbacked_bytes else ""
+        parts.append(f"min {format_size(instance.min_bytes)}{lacks}")
+    if instance.headroom_bytes:
+        parts.append(f"headroom {format_size(instance.headroom_bytes)}")
+    if instance.loading_bytes:
+        parts.append(f"{format_size(instance.loading_bytes)} still to load")
+    if instance.waiting_bytes:
+        parts.append(f"waits for {format_size(instance.waiting_bytes)}")
+    if instance.silent:
+        parts.append("does not answer, and is passed over")
+    return f"{instance.name}: {', '.join(parts)}" if parts else ""

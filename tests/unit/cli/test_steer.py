@@ -162,3 +162,16 @@ def test_another_device_is_left_alone(directory, ledger):
     assert [c.device for c in control.set("chat", priority=1, device="other")] == ["other"]
     assert json.dumps([c.device for c in control.set("chat", priority=2)]) == '["host", "other"]'
     other.close()
+
+
+def test_status_tells_what_is_out_of_the_ordinary(ledger, kvtide):
+    enroll(ledger, "plain")
+    assert "plain:" not in kvtide("status")[1]
+    instance, _ = enroll(ledger, "chat", priority=3, min_bytes=8 * MIB, headroom_bytes=4 * MIB)
+    instance.wish(2 * MIB)
+    instance.reserve(250 * MIB)
+    (line,) = [line for line in kvtide("status")[1].splitlines() if line.startswith("chat:")]
+    assert line == (
+        "chat: priority 3, min 8MiB (6MiB unbacked), headroom 4MiB, 250MiB still to load, "
+        "waits for 2MiB"
+    )
