@@ -8,14 +8,16 @@
 
 PYTHON ?= python3
 VLLM ?= 0.30.0
+SGLANG ?= 0.5.20
 
 DEV := .venvs/dev
 ENGINE := .venvs/vllm-$(VLLM)
+OTHER := .venvs/sglang-$(SGLANG)
 PYTEST := -p no:cacheprovider --timeout 120
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test verify quick format engines clean
+.PHONY: demo test test-sglang verify quick format engines clean
 
 demo: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide demo --out demo-out
@@ -23,7 +25,7 @@ demo: $(ENGINE)/.done
 verify: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide verify --out verify-out
 
-test: quick engines
+test: quick engines test-sglang
 
 quick: $(DEV)/.done
 	$(DEV)/bin/ruff format --check .
@@ -38,6 +40,12 @@ engines: $(ENGINE)/.done
 	$(ENGINE)/bin/python -m pytest $(PYTEST) -m torch tests/unit tests/properties
 	$(ENGINE)/bin/python -m pytest $(PYTEST) --timeout 900 tests/engines
 
+# The same for SGLang, whose own modules warn as they are imported.
+test-sglang: $(OTHER)/.done $(ENGINE)/.done
+	SGLANG_USE_CPU_ENGINE=1 KV_VLLM_PYTHON=$(CURDIR)/$(ENGINE)/bin/python \
+		$(OTHER)/bin/python -m pytest $(PYTEST) -W default --timeout 900 \
+		tests/engines/test_sizing_sglang.py tests/engines/sglang_engine
+
 format: $(DEV)/.done
 	$(DEV)/bin/ruff format .
 	$(DEV)/bin/ruff check --fix .
@@ -49,6 +57,10 @@ $(DEV)/.done: pyproject.toml
 
 $(ENGINE)/.done: pyproject.toml scripts/install_vllm.sh
 	PYTHON=$(PYTHON) scripts/install_vllm.sh $(VLLM) $(ENGINE)
+	touch $@
+
+$(OTHER)/.done: pyproject.toml scripts/install_sglang.sh
+	PYTHON=$(PYTHON) scripts/install_sglang.sh $(SGLANG) $(OTHER)
 	touch $@
 
 clean:
