@@ -13,6 +13,7 @@ from kvtide.commands import (
     demo,
     doctor,
     plan,
+    record,
     run,
     serve,
     status,
@@ -36,7 +37,9 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for command in (*(run, status, top, steer, serve, plan, census, bench, doctor, demo, verify),):
+    for command in (
+        *(run, status, top, steer, serve, record, plan, census, bench, doctor, demo, verify),
+    ):
         command.register(app)
     return app
 

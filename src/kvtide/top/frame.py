@@ -20,9 +20,9 @@ _USES: Final = (("used", "█"), ("cached", "▓"), ("idle", "░"), ("quarantin
 _OUTSIDE, _FREE, _LIMIT, _WAITS = "#", "·", "|", "!"
 _HUES: Final = ("blue", "yellow", "green", "magenta", "cyan", "red")
 _STATE_STYLES: Final = {"waiting": "bold red", "dead": "bold red", "running": "green"}
-_NAME_WIDTH = 20
+_NAME_WIDTH, _STATE_WIDTH, _SIZE_WIDTH = 18, 9, 9
 _ROWS_OF_EVENTS = 4
-_KEYS = "↑↓ choose  s sort  l limit  t trim  q quit"
+_KEYS = "↑↓ choose s sort l limit t trim q quit"
 
 
 def frame(sample: Sample, events: Sequence[Event], chosen: Chosen, width: int, height: int) -> Text:
@@ -62,7 +62,12 @@ def _device(device: DeviceStatus, chosen: Chosen, width: int) -> list[Text]:
         instance.key: _HUES[number % len(_HUES)]
         for number, instance in enumerate(sorted(device.instances, key=lambda i: i.name))
     }
-    rows = [_row(device, i, hues[i.key], chosen, width) for i in instances]
+    rows = [
+        line
+        for i in instances
+        for line in (_row(device, i, hues[i.key], chosen, width), _more(i))
+        if line is not None
+    ]
     return [
         Text(heading, style="bold"),
         _bar(device, instances, hues, width),
@@ -96,13 +101,13 @@ def _bar(
 
 
 def _own_width(width: int) -> int:
-    return max(8, width - _NAME_WIDTH - 2 - 9 - 4 * 10 - 1)
+    return max(8, width - _NAME_WIDTH - 2 - _STATE_WIDTH - 4 * _SIZE_WIDTH)
 
 
 def _columns(width: int) -> str:
     own = "holds".ljust(_own_width(width))
-    return f"  {'instance':{_NAME_WIDTH}}{'state':9}{own} " + "".join(
-        title.rjust(10) for title in ("in use", "cached", "mapped", "limit")
+    return f"  {'instance':{_NAME_WIDTH}}{'state':{_STATE_WIDTH}}{own}" + "".join(
+        title.rjust(_SIZE_WIDTH) for title in ("in use", "cached", "mapped", "limit")
     )
 
 
@@ -112,19 +117,41 @@ def _row(
     here = chosen.key == (device.device, instance.key)
     name = instance.name
     if len(name) > _NAME_WIDTH - 1:
-        name = name[: _NAME_WIDTH - 2] + "…"
+        # The end tells alike names apart.
+        name = f"{name[: _NAME_WIDTH // 2]}…{name[-(_NAME_WIDTH // 2 - 2) :]}"
     row = Text("> " if here else "  ", style="bold")
     row.append(f"{name:{_NAME_WIDTH}}", style="reverse" if here else "bold")
-    row.append(f"{instance.state:9}", style=_STATE_STYLES.get(instance.state, ""))
+    row.append(f"{instance.state:{_STATE_WIDTH}}", style=_STATE_STYLES.get(instance.state, ""))
     row.append(_own_bar(device, instance, hue, _own_width(width)))
-    row.append(" ")
     limit = "none" if instance.limit_bytes is None else format_size(instance.limit_bytes)
     for size in (instance.used_bytes, instance.cached_bytes, instance.mapped_bytes):
-        row.append(format_size(size).rjust(10))
-    row.append(limit.rjust(10))
-    if instance.waiting_bytes:
-        row.append(f" waits for {format_size(instance.waiting_bytes)}", style="bold red")
+        row.append(format_size(size).rjust(_SIZE_WIDTH))
+    row.append(limit.rjust(_SIZE_WIDTH))
     return row
+
+
+def _more(instance: InstanceStatus) -> Text | None:
+    """A second line, where there is more to say."""
+    said = []
+    if instance.waiting_bytes:
+        said.append(f"waits for {format_size(instance.waiting_bytes)}")
+    if instance.silent:
+        said.append("does not answer calls to give back")
+    if instance.min_bytes:
+        unbacked_bytes = instance.min_bytes - instance.backed_min_bytes
+        unbacked = f" ({format_size(unbacked_bytes)} unbacked)" if unbacked_bytes > 0 else ""
+        said.append(f"min {format_size(instance.min_bytes)}{unbacked}")
+    if instance.priority:
+        said.append(f"priority {instance.priority}")
+    if instance.headroom_bytes:
+        said.append(f"headroom {format_size(instance.headroom_bytes)}")
+    if instance.non_kv_bytes:
+        said.append(f"{format_size(instance.non_kv_bytes)} beside the cache")
+    if instance.loading_bytes:
+        said.append(f"{format_size(instance.loading_bytes)} to be loaded")
+    if instance.quarantined_bytes:
+        said.append(f"{format_size(instance.quarantined_bytes)} lost to the device")
+    return Text(f"    {', '.join(said)}", style="dim") if said else None
 
 
 def _own_bar(device: DeviceStatus, instance: InstanceStatus, hue: str, room: int) -> Text:
@@ -154,5 +181,4 @@ def _last_line(chosen: Chosen) -> Text:
         return Text(f"{chosen.asking}: {chosen.typed}▏ (Enter sets, Esc leaves)", style="bold")
     if chosen.said:
         return Text(f"{chosen.said}  ({_KEYS})")
-    legend = "█ in use ▓ cached ░ idle # others · free"
-    return Text(f"{_KEYS}   {legend}", style="dim")
+    return Text(f"{_KEYS}   █ in use ▓ cached ░ idle # others", style="dim")

@@ -73,7 +73,7 @@ def run(watcher: Watcher, interval: float, change: Callable[[Action], str]) -> N
             events += sample.events
             chosen = settled(chosen, sample.status)
             width, height = console.size
-            live.update(frame(sample, events, chosen, width, height), refresh=True)
+            live.update(frame(sample, tuple(events), chosen, width, height), refresh=True)
             pause = max(0.0, next_look - time.monotonic())
             readable, _, _ = select.select([fd], [], [], pause)
             if readable:
