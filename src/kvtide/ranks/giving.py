@@ -19,6 +19,8 @@ __all__ = ["Giving"]
 
 B = TypeVar("B", bound=Block)
 
+_HOARD_SECONDS = 0.5
+
 
 class Giving(Generic[B]):
     """Chooses what goes and has it go. One round at a time, and none while memory is coming."""
@@ -44,6 +46,7 @@ class Giving(Generic[B]):
         # Idle blocks that could not be given back when all was asked for: they share granules
         # with others that are in use.
         self._hoard = 0
+        self._hoard_used, self._hoard_until = 0, 0.0
         self._clock = clock
         # After a split that could not be made: until then only whole extents go.
         self._backoff = Backoff()
@@ -70,7 +73,7 @@ class Giving(Generic[B]):
         short = any(g < w for g, w in zip(given, wanted, strict=True))
         # What lacked a transient may go in the next round.
         if short and self._may_split() and not (any(given) and any(reclaim.lacking)):
-            self._hoard = self._idle_count
+            self._keep_hoard()
         return any(given)
 
     def demanded_of_running(self) -> list[int]:
@@ -107,8 +110,18 @@ class Giving(Generic[B]):
     def idle_blocks(self) -> int:
         """Blocks that others may ask for."""
         idle = self._idle_count
+        used = self._pool.usable_count - idle
+        if self._hoard and (used < self._hoard_used or self._clock() >= self._hoard_until):
+            # Others that were in use have come free since, or may have: it may go now.
+            self._hoard = 0
         self._hoard = min(self._hoard, idle)
         return idle - self._hoard
+
+    def _keep_hoard(self) -> None:
+        """What is idle now cannot go, for the while."""
+        self._hoard = self._idle_count
+        self._hoard_used = self._pool.usable_count - self._hoard
+        self._hoard_until = self._clock() + _HOARD_SECONDS
 
     @property
     def _idle_count(self) -> int:

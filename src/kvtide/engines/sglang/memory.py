@@ -97,9 +97,13 @@ class _SharedGiving(Giving[Any]):
             cached = int(np.count_nonzero(reclaim.withdrawn & (standing.cached_age >= 0)))
             self._begin(reclaim, [0], cached=cached, cause=cause)
         given = sum(shrink.granules for shrink in reclaim.shrinks)
-        if given < granules:
-            self._hoard = self._idle_count
+        if given < granules and not (given and any(reclaim.lacking)):
+            self._keep_hoard()
         return given > 0
+
+    def forget_hoard(self) -> None:
+        """A request has ended: what was idle beside it may go now."""
+        self._hoard = 0
 
     # Blocks that must stay for the requests that run, whether they hold them now or not.
     floor = 0
