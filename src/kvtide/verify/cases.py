@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -122,11 +123,14 @@ def _both(bench: Bench, model: Model, options: Options, layout: str) -> Seen:
     site = bench.site(_ROOMY_BYTES if bench.backend == "host" else 2 * GIB, layout=layout)
     # Natively the size has to be given: else it is a share of the whole machine.
     told = replace(options, kv_bytes=options.kv_bytes or _ROOMY_BYTES)
-    # Both start at once, since most of that is one thread's work; then one is asked at a time.
-    with (
-        site.server(bench.kind, model, NATIVE, told, native=True, python=bench.python) as first,
-        site.server(bench.kind, model, KVTIDE, options, python=bench.python) as second,
-    ):
+    first = site.server(bench.kind, model, NATIVE, told, native=True, python=bench.python)
+    second = site.server(bench.kind, model, KVTIDE, options, python=bench.python)
+    with contextlib.ExitStack() as stack:
+        if bench.backend == "host":
+            # Both start at once, since most of that is one thread's work; then one is asked at a
+            # time. Native engines on a GPU do not take a neighbour that starts beside them.
+            stack.enter_context(first)
+            stack.enter_context(second)
         lives = [
             run_life(site, server, native=native, margins=not model.exact, say=bench.say)
             for server, native in ((first, True), (second, False))

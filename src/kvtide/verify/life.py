@@ -17,7 +17,7 @@ from kvtide.verify.verdict import Check
 
 __all__ = ["Life", "drop_cache", "end_checks", "find_errors", "lived", "ready_check"]
 
-_READY_SECONDS = 400.0
+_READY_SECONDS = 900.0
 _STOP_SECONDS = 90.0
 _ORDERLY = (0, -2, 130)  # by itself, or by the signal that it was sent
 _ERRORS = re.compile(
