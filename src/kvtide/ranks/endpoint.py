@@ -75,7 +75,7 @@ class Endpoint:
         wait_seconds: float | None,
     ) -> None:
         self.memory = memory
-        self._tally = Tally(seat.ledger.path, Owner.of_key("rank", memory.account.key))
+        self._tally = Tally(seat.ledger.path, Owner.of_key("rank", memory.account.key), layout)
         memory.watch(self._tally)
         self.seat = seat
         self._geometry = geometry

