@@ -48,8 +48,8 @@ def charge_of(words: memoryview, slot: int) -> int:
 
 
 def headroom_now(words: memoryview) -> int:
-    """What all instances together want left unclaimed."""
-    return sum(_column(words, w.I_HEADROOM))
+    """What all instances want left unclaimed, beyond what no budget lends anyway."""
+    return max(0, sum(_column(words, w.I_HEADROOM)) - words[w.H_BEYOND])
 
 
 def waiting(words: memoryview, but: int | None) -> list[tuple[int, int]]:

@@ -43,6 +43,7 @@ H_HOLDER_PID: Final = 13  # who held the lock last
 H_INSTANCES_HIGH: Final = 14  # no live record at or above; a hint that saves scanning
 H_POOLS_HIGH: Final = 15
 H_FREE_SAMPLED: Final = 16
+H_BEYOND: Final = 17  # what the last sample found beyond the budget that the cap leaves
 H_UUID: Final = 64
 H_BACKEND: Final = 80
 H_NAME: Final = 96

@@ -95,9 +95,11 @@ def take_snapshot(raw: memoryview, words: memoryview, leased: Callable[[int], bo
         )
     instances = []
     terms = {slot: terms_of(then, slot) for slot in live_instances(then)}
+    headroom_bytes = sum(t.headroom_bytes for t in terms.values())
+    withheld_bytes = max(0, headroom_bytes - then[w.H_BEYOND])
     backed = backed_mins(
         [(slot, t.priority, t.min_bytes) for slot, t in terms.items()],
-        budget_bytes=then[w.H_BUDGET] - sum(t.headroom_bytes for t in terms.values()),
+        budget_bytes=then[w.H_BUDGET] - withheld_bytes,
     )
     now_ns = time.monotonic_ns()
     for slot in terms:
@@ -127,6 +129,7 @@ def take_snapshot(raw: memoryview, words: memoryview, leased: Callable[[int], bo
         budget_bytes=max(0, then[w.H_BUDGET]),
         sampled_ns=then[w.H_SAMPLED_NS],
         free_sampled_bytes=then[w.H_FREE_SAMPLED],
+        withheld_bytes=withheld_bytes,
         instances=tuple(instances),
     )
 

@@ -227,6 +227,7 @@ class Snapshot:
     budget_bytes: int
     sampled_ns: int
     free_sampled_bytes: int
+    withheld_bytes: int
     instances: tuple[InstanceView, ...]
 
     @property
@@ -237,7 +238,7 @@ class Snapshot:
     @property
     def free_bytes(self) -> int:
         """What could be granted now, if nobody waited."""
-        return max(0, self.budget_bytes - self.charged_bytes - self.headroom_bytes)
+        return max(0, self.budget_bytes - self.charged_bytes - self.withheld_bytes)
 
     @property
     def headroom_bytes(self) -> int:

@@ -95,6 +95,7 @@ def publish_sample(words: memoryview, ticket: Ticket, free_bytes: int) -> Outcom
     # The number first: dying after it leaves an old budget, which the next sample mends; dying
     # before it, with the budget stored, would let an older sample overwrite a newer one.
     words[w.H_TICKET_PUBLISHED] = ticket.number
+    words[w.H_BEYOND] = there_bytes - budget_bytes
     words[w.H_BUDGET] = budget_bytes
     words[w.H_FREE_SAMPLED] = free_bytes
     words[w.H_SAMPLED_NS] = ticket.begun_ns

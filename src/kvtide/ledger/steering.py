@@ -63,11 +63,16 @@ def check_mins(ledger: Ledger, words: memoryview, name: str, slot: int | None, n
         if s != slot
     }
     rows[name] = new
-    budget_bytes = ledger.spec.ceiling_bytes
+    spec = ledger.spec
+    budget_bytes = spec.ceiling_bytes
+    # What a cap leaves over is no budget's, and serves for headroom.
+    beyond_bytes = max(0, spec.total_bytes - spec.margin_bytes) - budget_bytes
     if words[w.H_SAMPLED_NS] > words[w.H_RETIRED_NS]:
         # Right after a death the budget is lower than what the next sample will find.
         budget_bytes = max(0, words[w.H_BUDGET])
-    wanted_bytes = sum(t.min_bytes + t.headroom_bytes for t in rows.values())
+        beyond_bytes = words[w.H_BEYOND]
+    headroom_bytes = sum(t.headroom_bytes for t in rows.values())
+    wanted_bytes = sum(t.min_bytes for t in rows.values()) + max(0, headroom_bytes - beyond_bytes)
     if wanted_bytes <= budget_bytes:
         return
     table = "".join(

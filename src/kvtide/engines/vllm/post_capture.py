@@ -10,6 +10,7 @@ import torch
 from kvtide.device.base import DeviceInfo
 from kvtide.device.cuda import CudaDevice
 from kvtide.engines.vllm.own_memory import CONTEXT_BYTES
+from kvtide.errors import LedgerError
 from kvtide.sizing.capacity import activation_headroom
 from kvtide.units import format_size
 
@@ -80,11 +81,15 @@ def record_own_bytes(worker: Any) -> None:
         )
     seat = endpoint.seat
     seat.instance.measured(max(0, own_bytes), "torch" if told is None else "driver")
-    # A larger one that was set by hand stands.
-    seat.ledger.set_terms(
-        seat.instance.name,
-        lambda terms: terms._replace(headroom_bytes=max(terms.headroom_bytes, headroom_bytes)),
-    )
+    try:
+        # A larger one that was set by hand stands.
+        seat.ledger.set_terms(
+            seat.instance.name,
+            lambda terms: terms._replace(headroom_bytes=max(terms.headroom_bytes, headroom_bytes)),
+        )
+    except LedgerError as error:
+        # The neighbours' promises come first: this instance serves on with less kept free.
+        _log.warning("kvtide: no headroom for activations is kept: %s", error)
     endpoint.memory.account.sample()
     total_bytes = device.info.total_bytes
     margin_bytes = seat.ledger.spec.margin_bytes

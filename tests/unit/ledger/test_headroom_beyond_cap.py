@@ -1,0 +1,55 @@
+"""Headroom is memory of the device left unclaimed: what no budget lends serves for it first."""
+
+import pytest
+
+from kvtide.ledger import DeviceSpec, Granted, Ledger, Refusal
+from kvtide.units import GIB, MIB
+
+
+@pytest.fixture
+def open_ledger(tmp_path):
+    tmp_path.chmod(0o700)
+    opened = []
+
+    def open_(*, cap_bytes):
+        spec = DeviceSpec("GPU-x", "cuda", "a GPU", 8 * GIB, 0, cap_bytes, 2 * MIB)
+        opened.append(Ledger.open(tmp_path, spec))
+        return opened[-1]
+
+    yield open_
+    for ledger in opened:
+        ledger.close()
+
+
+def enroll(ledger, *, headroom_bytes, free_bytes):
+    instance = ledger.register("a", explicit=True, headroom_bytes=headroom_bytes)
+    return ledger.enroll(
+        instance,
+        pool_name="kv",
+        rank=0,
+        blocks_total=1,
+        block_bytes=1,
+        sampler=lambda: free_bytes,
+    )
+
+
+def test_memory_above_the_cap_serves_for_headroom(open_ledger):
+    ledger = open_ledger(cap_bytes=300 * MIB)
+    account = enroll(ledger, headroom_bytes=GIB, free_bytes=8 * GIB)
+    assert account.grant(300 * MIB) == Granted(300 * MIB)
+    assert ledger.snapshot().free_bytes == 0
+
+
+def test_what_the_cap_does_not_leave_comes_off_the_budget(open_ledger):
+    ledger = open_ledger(cap_bytes=300 * MIB)
+    account = enroll(ledger, headroom_bytes=GIB, free_bytes=GIB + 200 * MIB)
+    refused = account.grant(202 * MIB)
+    assert isinstance(refused, Refusal)
+    assert refused.available_bytes == 200 * MIB
+    assert ledger.snapshot().free_bytes == 200 * MIB
+
+
+def test_without_a_cap_all_headroom_comes_off_the_budget(open_ledger):
+    ledger = open_ledger(cap_bytes=None)
+    enroll(ledger, headroom_bytes=GIB, free_bytes=8 * GIB)
+    assert ledger.snapshot().free_bytes == 7 * GIB
