@@ -29,12 +29,14 @@ class Preemption:
         # Output of steps in flight is dropped, and computed again: the request may be resumed
         # before it arrives.
         self._drops = {"drop_stale_output": True} if "drop_stale_output" in parameters else None
+        # Until this step has been processed, steps in flight may touch what was preempted.
+        self._free_after = 0
         self.preempted = 0
 
     def serve(self) -> bool:
         """Preempt for what is demanded beyond idle memory; whether to look again soon."""
         scheduler, memory = self._scheduler, self._memory
-        if scheduler.deferred_frees:
+        if scheduler.processed_step_seq < self._free_after:
             return True  # what was preempted before is still to come free
         wanted = memory.giving.demanded_of_running()
         if not any(wanted):
@@ -42,7 +44,7 @@ class Preemption:
         requests = [
             r
             for r in scheduler.running[-_CONSIDERED:]
-            if self._drops is not None or scheduler._request_blocks_can_be_freed(r)
+            if self._drops is not None or r.last_sched_seq <= scheduler.processed_step_seq
         ]
         candidates = [Candidate(self._own_blocks(r), r.num_computed_tokens) for r in requests]
         live = memory.standing().live
@@ -52,6 +54,7 @@ class Preemption:
             return False
         # The last first, so that they come back in the order in which they ran.
         for i in sorted(chosen, reverse=True):
+            self._free_after = max(self._free_after, requests[i].last_sched_seq)
             self._preempt(requests[i])
         return True
 
