@@ -96,7 +96,7 @@ class World:
         return missing <= 0 or self.memory.try_growth(missing) is not None
 
     def cache(self, ids: list[int]) -> torch.Tensor:
-        """As a request that ran: its tokens in the tree; what was there already is freed."""
+        """As a request that ran: its tokens in the tree, which frees what it has already."""
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -105,9 +105,7 @@ class World:
         for layer in self.layers:
             layer[slots] = torch.tensor(ids, dtype=torch.float32)[:, None, None]
         key = RadixKey(array("q", ids), None)
-        found = self.tree.insert(InsertParams(key=key, value=slots))
-        if found.prefix_len:
-            self.allocator.free_segment(slots[: found.prefix_len], start_pos=0)
+        self.tree.insert(InsertParams(key=key, value=slots))
         self.inserted.append(ids)
         return slots
 

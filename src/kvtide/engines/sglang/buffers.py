@@ -16,7 +16,6 @@ from kvtide.ranks.memory import RankMemory
 __all__ = ["Answered", "Buffer", "Listed", "geometry_of", "state_buffers"]
 
 
-
 class Buffer(NamedTuple):
     """One allocation: its shape, its dtype, and how many of its outermost parts are layers.
 

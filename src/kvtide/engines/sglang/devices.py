@@ -9,7 +9,7 @@ from kvtide.device import open_device
 from kvtide.device.base import Device, DeviceInfo
 from kvtide.settings import Settings
 
-__all__ = ["devices_of", "open_rank_device"]
+__all__ = ["devices_of", "open_rank_device", "order_with"]
 
 
 def devices_of(arguments: Mapping[str, Any], settings: Settings) -> list[DeviceInfo]:
@@ -29,6 +29,16 @@ def open_rank_device(device: str, gpu_id: int, rank: int, settings: Settings) ->
     if device == "cpu":
         return _open_host(settings.host_device[rank % len(settings.host_device)], settings)
     return open_device(f"cuda:{gpu_id}", host_total_bytes=0)
+
+
+def order_with(device: Device, stream: Any) -> None:
+    """Order a GPU's own work (zeroing, fences) with what runs on a stream; nothing on the host."""
+    if device.info.backend == "host":
+        return
+    from kvtide.device.cuda import CudaDevice
+
+    assert isinstance(device, CudaDevice)
+    device.set_stream(stream.cuda_stream)
 
 
 def _open_host(name: str, settings: Settings) -> Device:

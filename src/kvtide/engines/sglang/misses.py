@@ -134,7 +134,7 @@ def retract(
     ending = {id(r) for r in batch.reqs if r.to_finish is not None}
     retracted, ratio, given_up = choose(batch)
     tide = current.tide()
-    if tide is None:
+    if tide is None or not given_up:
         return retracted, ratio, given_up
     most, lost = tide.most_tokens(), []
     for request in given_up:

@@ -19,7 +19,7 @@ from kvtide.engines.sglang.buffers import (
     list_buffers,
     state_buffers,
 )
-from kvtide.engines.sglang.devices import open_rank_device
+from kvtide.engines.sglang.devices import open_rank_device, order_with
 from kvtide.errors import KvtideError
 from kvtide.pool import Geometry
 from kvtide.ranks.endpoint import Endpoint
@@ -128,6 +128,8 @@ def _open(
     if _device is None:
         _device = open_rank_device(torch.device(pool.device).type, _index(pool), rank, settings)
     device = _device
+    if device.info.backend != "host":
+        order_with(device, torch.cuda.current_stream())
     geometry, offsets = geometry_of(buffers, blocks_total, device.info.granularity_bytes)
     seat = find_seat(settings, device.info)
     account = seat.ledger.enroll(

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import zmq
 
 from kvtide.engines.sglang.agreement import Agreement
-from kvtide.engines.sglang.cached import cached_by
-from kvtide.engines.sglang.fitting import most_blocks
-from kvtide.engines.sglang.memory import SlotMemory, Slots
+from kvtide.engines.sglang.assembly import Rank, make_watch, parts_of, slots_of
+from kvtide.engines.sglang.devices import order_with
+from kvtide.engines.sglang.fitting import left_bytes, most_blocks
+from kvtide.engines.sglang.memory import SlotMemory
 from kvtide.engines.sglang.need import Need, read_load, states_per_request
-from kvtide.engines.sglang.parts import Part, part_of
-from kvtide.errors import UnsupportedError
-from kvtide.ledger import Ledger, State
+from kvtide.ledger import State
 from kvtide.ranks.seat import Wish
-from kvtide.ranks.watch import Watch
 
 __all__ = ["Tide"]
 
@@ -47,27 +45,27 @@ class Tide:
             scheduler.attn_tp_cpu_group, scheduler.ps.attn_tp_rank, scheduler.ps.attn_tp_size
         )
         self._states = states_per_request(scheduler)
-        parts = self._parts()
-        told = self._agreement.gather(
-            (
-                parts["full"].device.info.uuid,
-                str(parts["full"].seat.ledger.path),
-                parts["full"].seat.instance.key,
-            )
-        )
-        sharers = sum(uuid == parts["full"].device.info.uuid for uuid, _, _ in told)
-        first = [uuid for uuid, _, _ in told].index(parts["full"].device.info.uuid)
+        parts = parts_of(scheduler, states=self._states > 0)
+        mine = Rank.of(parts["full"])
+        ranks: list[Rank] = self._agreement.gather(mine)
+        on_device = [r.uuid for r in ranks]
+        self._sharers = on_device.count(mine.uuid)
+        # One rank of those on a device speaks for all of them there.
+        self._speaks = on_device.index(mine.uuid) == self._agreement.rank
+        # What is freed while a batch runs is unmapped behind it; what comes is zeroed before it.
+        stream = scheduler.forward_stream if scheduler.enable_overlap else scheduler.schedule_stream
+        order_with(parts["full"].device, stream)
         self.memories = {
-            kind: SlotMemory(part, self._slots(kind), sharers, self._agreement.size)
+            kind: SlotMemory(part, slots_of(scheduler, kind), self._sharers, self._agreement.size)
             for kind, part in parts.items()
         }
-        # One rank of those on a device speaks for all of them there.
-        self._speaks = first == self._agreement.rank
-        self._sharers = sharers
-        self._wish = Wish({parts["full"].device.info.uuid: parts["full"].seat})
+        self._uuid = mine.uuid
+        self._wish = Wish({mine.uuid: parts["full"].seat})
+        self._wished_at = 0.0
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.watch = self._make_watch(told) if self._agreement.rank == 0 else None
+        self.watch = make_watch(ranks, self.wake) if self._agreement.rank == 0 else None
         self._poller = self._make_poller()
+        self._running = 0
         self._pressed = False
         self._trim_soon = False
         self._idle_since: float | None = None
@@ -76,43 +74,6 @@ class Tide:
         # Slots of full attention that could be had beyond those that are mapped.
         self.growable = 0
         self._show(State.RUNNING)
-
-    def _parts(self) -> dict[str, Part]:
-        s = self._scheduler
-        allocator = s.token_to_kv_pool_allocator
-        pools = {"full": allocator.get_kvcache()}
-        if s.is_hybrid_swa:
-            pools = {"full": pools["full"].full_kv_pool, "swa": pools["full"].swa_kv_pool}
-        elif "full_kv_pool" in vars(pools["full"]):
-            pools["full"] = pools["full"].full_kv_pool
-        if self._states:
-            pools["mamba"] = s.req_to_token_pool.mamba_pool
-        found = {kind: part_of(pool) for kind, pool in pools.items()}
-        parts = {kind: part for kind, part in found.items() if part is not None}
-        missing = [type(pools[kind]).__name__ for kind in found if kind not in parts]
-        if missing:
-            import sglang
-
-            raise UnsupportedError(
-                f"SGLang {sglang.__version__} keeps this model's cache in {', '.join(missing)}, "
-                "which allocates in a way that kvtide does not know"
-            )
-        return parts
-
-    def _slots(self, kind: str) -> Slots:
-        s = self._scheduler
-        allocator = s.token_to_kv_pool_allocator
-        if kind == "mamba":
-            return Slots(s.req_to_token_pool.mamba_allocator, cached_by(s.tree_cache, kind, 1))
-        if s.is_hybrid_swa:
-            allocator = vars(allocator)[f"{kind}_attn_allocator"]
-        return Slots(allocator, cached_by(s.tree_cache, kind, s.page_size))
-
-    def _make_watch(self, told: list[tuple[str, str, str]]) -> Watch:
-        """The first rank is woken for all devices: the others wait for it."""
-        ledgers = {uuid: (Ledger.attach(Path(path)), key) for uuid, path, key in told}
-        wakers = [ledger.instance(key).waker() for ledger, key in ledgers.values()]
-        return Watch(wakers, [ledger for ledger, _ in ledgers.values()], self.wake)
 
     def _make_poller(self) -> zmq.Poller | None:
         s = self._scheduler
@@ -142,6 +103,11 @@ class Tide:
         load = read_load(self._scheduler, running_batch)
         need = load.need(self._scheduler.page_size, self._window, self._states)
         self._keep_floor(need)
+        if len(load.running) < self._running:
+            self._pressed = True
+            for memory in memories.values():
+                memory.sharing.forget_hoard()
+        self._running = len(load.running)
         missing = self._missing(need)
         idle = not (load.running or load.chunk or self._scheduler.waiting_queue)
         now = time.monotonic()
@@ -164,14 +130,16 @@ class Tide:
         if self._pressed:
             self._pressed = self._yield()
             changed = True
-            missing = self._missing(need)
-        if ahead or (called and any(missing.values())):
+        if ahead or called:
+            missing = dict(
+                zip(memories, agree.largest(list(self._missing(need).values())), strict=True)
+            )
             grown = [self._grow(kind, blocks) for kind, blocks in missing.items() if blocks]
             if any(grown):
                 running_batch.batch_is_full = False
             if not all(grown):
                 self._ahead_at = now + _PROBE_SECONDS
-            changed = True
+            changed |= bool(grown)
         if changed or agree.size > 1:
             self._agree_on_counts()
         self._wish_for(need)
@@ -187,11 +155,13 @@ class Tide:
 
     def _called(self) -> bool:
         watch = self.watch
-        if watch is None or not watch.called:
+        if watch is None:
             return False
-        watch.called = False
-        os.eventfd_read(self._event)
-        return True
+        # In any case: the thread sets its flag before it writes here, and both sleeps end by it.
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        called, watch.called = watch.called, False
+        return called
 
     def _lingered(self, now: float) -> bool:
         if self._idle_since is None:
@@ -221,8 +191,6 @@ class Tide:
             memory.publish()
         if not any(self._agreement.largest([m.sharing.demanded() for m in self.memories.values()])):
             return any(self._agreement.largest([m.pending for m in self.memories.values()]))
-        for memory in self.memories.values():
-            memory.give_free()
         going = False
         for memory in self.memories.values():
             memory.publish()
@@ -262,35 +230,22 @@ class Tide:
             if missing > 0:
                 size_bytes += memory.bytes_for(missing) * self._sharers
         if size_bytes:
-            (uuid,) = self.memories["full"].seats
             if not self._wish.made or time.monotonic() >= self._wished_at + _PROBE_SECONDS:
                 self._wished_at = time.monotonic()
-                self._wish.make({uuid: size_bytes})
+                self._wish.make({self._uuid: size_bytes})
         else:
             self._wish.end()
             self._probe_seconds = _PROBE_SECONDS
         if self.watch is not None:
             self.watch.search(self._wish.made)
 
-    _wished_at = 0.0
-
     def _count_growable(self, wanted: bool) -> None:
         """How many slots of full attention a request that is admitted may count on for later."""
         memory = self.memories["full"]
         growable = 0
         if wanted and memory.hidden:
-            room_bytes = memory.part.seat.ledger.snapshot()
-            limit_bytes = memory.part.seat.instance.limit_bytes
-            charged = sum(
-                i.charged_bytes
-                for i in room_bytes.instances
-                if i.key == memory.part.seat.instance.key
-            )
-            left = room_bytes.budget_bytes - room_bytes.charged_bytes
-            if limit_bytes is not None:
-                left = min(left, limit_bytes - charged)
             block_bytes = memory.part.geometry.block_bytes * self._sharers
-            growable = min(memory.hidden, max(0, left) // block_bytes)
+            growable = min(memory.hidden, left_bytes(memory.part.seat) // block_bytes)
         if self._agreement.size > 1:
             (growable,) = self._agreement.smallest([growable])
         self.growable = growable * self._scheduler.page_size
@@ -320,9 +275,10 @@ class Tide:
         self._agree_on_counts()
 
     def most_tokens(self) -> int:
-        """The longest request that any state of the ledger could hold."""
+        """The longest request that any state of the ledger could hold; all ranks ask, or none."""
         memory = self.memories["full"]
-        blocks = most_blocks(memory.part.geometry, memory.part.seat, self._sharers)
+        mine = most_blocks(memory.part.geometry, memory.part.seat, self._sharers)
+        (blocks,) = self._agreement.smallest([mine])
         return (blocks - 1) * int(self._scheduler.page_size)
 
     def states_room(self) -> int | None:
