@@ -85,7 +85,8 @@ class Giving(Generic[B]):
     def nothing_more(self) -> None:
         """No request runs whose memory could go: whoever asked for it is done."""
         for seat in self._seats.values():
-            seat.ledger.end_trim(seat.instance)
+            if not seat.ledger.demands(seat.instance).idle_bytes:
+                seat.ledger.end_trim(seat.instance)
 
     def _granules(self, of_device: Mapping[str, int]) -> list[int]:
         wanted = [0] * len(self._pool.shapes)
