@@ -226,6 +226,14 @@ class ElasticMemory(Generic[B]):
         self.trim_soon = False
         return self._gone(self.giving.all_free())
 
+    def regroup(self) -> bool:
+        """Give back all that no request holds, to have as much again where it lies together.
+
+        For an engine of which nothing can run although what it holds would do: its blocks lie
+        apart, in granules of which each backs a part of them only.
+        """
+        return self._gone(self.giving.all_idle())
+
     def yield_to_others(self) -> bool:
         """Give back what others wish for, or a limit demands, of what no request holds.
 

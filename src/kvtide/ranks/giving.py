@@ -100,6 +100,14 @@ class Giving(Generic[B]):
         """Give every extent that holds nothing; whether there were any."""
         return self._whole([None] * len(self._pool.shapes), at_most=False, cause=Cause.IDLE)
 
+    def all_idle(self) -> bool:
+        """Give all that no request holds, the prefix cache too; whether anything goes."""
+        if self._changes.busy:
+            return False
+        wanted = [shape.mapped_bytes // self._granule for shape in self._pool.shapes]
+        reclaim = self._plan_with_splits(wanted, Cause.LIMIT)
+        return any(shrink.granules for shrink in reclaim.shrinks)
+
     def surplus(self, blocks: int) -> bool:
         """Give extents that hold nothing, at most what these blocks take; whether any."""
         wanted = [

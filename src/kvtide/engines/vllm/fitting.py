@@ -16,7 +16,14 @@ from kvtide.settings import Settings
 from kvtide.sizing.capacity import host_capacity
 from kvtide.units import GIB, MIB, format_size
 
-__all__ = ["check_longest", "least_bytes", "most_bytes", "why_never", "wrap_sizing"]
+__all__ = [
+    "check_longest",
+    "fits_regrouped",
+    "least_bytes",
+    "most_bytes",
+    "why_never",
+    "wrap_sizing",
+]
 
 _GRANULARITY_BYTES = 2 * MIB
 _LARGEST_BYTES = 1 << 50
@@ -73,6 +80,19 @@ def check_longest(config: Any, kv_cache_config: Any, geometry: Geometry, seat: S
         f"of {format_size(geometry.granularity_bytes)}, and {what} {format_size(allowed_bytes)}: "
         f"make it at least {format_size(needed_bytes)}, or --max-model-len smaller"
     )
+
+
+def fits_regrouped(memory: ElasticMemory[Any], blocks: int) -> bool:
+    """Whether so many blocks would fit into what an engine holds and may have now, side by side."""
+    shapes = memory.pool.shapes
+    for uuid, seat in memory.seats.items():
+        members = [m for m in memory.ranks.members if m.device_uuid == uuid]
+        needed_bytes = sum(least_bytes(shapes[m.shape].geometry, blocks) for m in members)
+        charged_bytes = sum(m.account.charge_bytes for m in members)
+        allowed_bytes = charged_bytes + max(0, seat.instance.room_bytes)
+        if needed_bytes > min(allowed_bytes, most_bytes(seat)):
+            return False
+    return True
 
 
 def why_never(memory: ElasticMemory[Any], blocks: int) -> str | None:

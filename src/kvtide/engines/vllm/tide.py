@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtide.engines.vllm import introduction
 from kvtide.engines.vllm.blocks import ElasticBlockPool
-from kvtide.engines.vllm.fitting import why_never
+from kvtide.engines.vllm.fitting import fits_regrouped, why_never
 from kvtide.engines.vllm.need import Need
 from kvtide.engines.vllm.overdue import Overdue
 from kvtide.engines.vllm.preemption import Preemption
@@ -154,6 +154,7 @@ class Tide:
                 desired = max(self._shortfall, self._need.blocks() - memory.free_count)
                 if not memory.grow_for(self._shortfall, desired):
                     self._missed_at = time.monotonic() + self._probe_seconds
+                    self._regroup(output)
         else:
             memory.end_wish()
             self._overdue.forget()
@@ -179,6 +180,14 @@ class Tide:
                 self.watch.alarm(_LINGER_SECONDS)
         else:
             memory.show(State.RUNNING)
+
+    def _regroup(self, output: Any) -> None:
+        """Where nothing runs because what there is lies apart: give it back, and have it anew."""
+        if self._scheduler.running or output.total_num_scheduled_tokens:
+            return
+        blocks = self._shortfall + self.memory.free_count
+        if fits_regrouped(self.memory, blocks) and self.memory.regroup():
+            self._missed_at = 0.0
 
     def _find_hopeless(self) -> None:
         """Note the requests at the head of the queue for which the memory can never come."""
