@@ -103,6 +103,8 @@ class Watched:
 
 def load_for(site: Site, server: Server, name: str, seed: int) -> tuple[list[list[int]], int]:
     """Prompts that take 70% of the free memory, and what one of them holds, which is measured."""
+    _forget(server)
+    until(lambda: False, _SETTLE_SECONDS)
     before = site.charge(name)
     first = random_prompts(seed, 4, PROMPT_TOKENS)
     server.ask(first, NEW_TOKENS, concurrency=1)
@@ -112,11 +114,15 @@ def load_for(site: Site, server: Server, name: str, seed: int) -> tuple[list[lis
     if instance is not None:
         cached = sum(p.figures.blocks_cached * p.block_bytes for p in instance.pools)
     one_bytes = max(cached, site.charge(name) - before, 1) // len(first)
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        server.drop_cache()
+    _forget(server)
     until(lambda: site.charge(name) <= before, _RELEASE_SECONDS)
     count = max(4, round(SHARE * site.free_bytes() / max(one_bytes, 1)))
     return random_prompts(seed + 50, count, PROMPT_TOKENS), one_bytes
+
+
+def _forget(server: Server) -> None:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        server.drop_cache()
 
 
 def run_pair(

@@ -1,0 +1,233 @@
+"""The cases' own steps, on servers and a device that only count: what is recorded of them."""
+
+import http.client
+from types import SimpleNamespace
+
+import pytest
+
+from kvtide.units import MIB
+from kvtide.verify import life as life_module
+from kvtide.verify import limit_case, pair_case
+from kvtide.verify.client import Completion
+from kvtide.verify.life import lived
+from kvtide.verify.limit_case import judge_limit, run_limit
+from kvtide.verify.model_case import PHASES, judge_model, run_life
+from kvtide.verify.order_case import ORDERS, judge_order, run_order
+from kvtide.verify.pair_case import judge_pair, run_pair
+from kvtide.verify.servers import ServerError
+
+REQUEST_BYTES, IDLE_BYTES, TOTAL_BYTES = 6 * MIB, 8 * MIB, 96 * MIB
+
+
+class Device:
+    """A device on which an engine's charge grows with its requests and goes with its cache."""
+
+    def __init__(self):
+        self.charges, self.limits, self.greedy = {}, {}, False
+
+    def server(self, name, **changes):
+        return Engine(self, name, **changes)
+
+    def instance(self, name):
+        if name not in self.charges:
+            return None
+        charged = self.charges[name]
+        cached = (charged - IDLE_BYTES) // MIB
+        figures = SimpleNamespace(blocks_cached=cached)
+        pool = SimpleNamespace(figures=figures, block_bytes=MIB, blocks_total=90)
+        return SimpleNamespace(
+            name=name, charged_bytes=charged, limit_bytes=self.limits.get(name), pools=(pool,)
+        )
+
+    def snapshot(self):
+        return SimpleNamespace(
+            charged_bytes=sum(self.charges.values()),
+            budget_bytes=TOTAL_BYTES,
+            free_bytes=self.free_bytes(),
+            instances=[self.instance(name) for name in self.charges],
+        )
+
+    def charge(self, name):
+        return self.charges.get(name, 0)
+
+    def free_bytes(self):
+        return TOTAL_BYTES - sum(self.charges.values())
+
+    def set_limit(self, name, limit_bytes):
+        self.limits[name] = limit_bytes
+        if limit_bytes is not None and not self.greedy:
+            self.charges[name] = min(self.charges[name], limit_bytes)
+
+
+class Engine:
+    """Answers with the last letters or ids of a prompt; caches everything."""
+
+    def __init__(self, device, name, *, starts=True, keeps=False, dies=False):
+        self.device, self.name, self.log = device, name, f"/no/such/{name}.log"
+        self.starts, self.keeps, self.dies = starts, keeps, dies
+        self.started, self.stopped, self.killed, self.seen = False, False, [], set()
+
+    def start(self):
+        self.started = True
+
+    def wait_ready(self, seconds):
+        if not self.starts:
+            raise ServerError("the server ended with status 1\nits log")
+        self.device.charges[self.name] = IDLE_BYTES
+
+    def ask(self, prompts, tokens, *, concurrency=None, margins=False):
+        charges = self.device.charges
+        answers = []
+        for index, prompt in enumerate(prompts):
+            key = prompt if isinstance(prompt, str) else tuple(prompt)
+            start = hash(key[:40]) % 1000
+            cached = 64 if start in self.seen else 0
+            self.seen.add(start)
+            others = sum(size for name, size in charges.items() if name != self.name)
+            room = min(TOTAL_BYTES - others, self.device.limits.get(self.name) or TOTAL_BYTES)
+            charges[self.name] = min(room, charges[self.name] + REQUEST_BYTES)
+            said = tuple(start + i for i in range(tokens))
+            answers.append(Completion(index, said, None, 0.0, 0.1, cached, ()))
+        return answers
+
+    def drop_cache(self):
+        if self.dies:
+            raise http.client.HTTPException("status 404")
+        self.seen.clear()
+        if not self.keeps:
+            self.device.charges[self.name] = IDLE_BYTES
+
+    def healthy(self):
+        return True
+
+    def pids(self):
+        return []
+
+    def stop(self, seconds):
+        self.stopped = True
+        self.device.charges.pop(self.name, None)
+
+    def exit_status(self):
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(pair_case, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(pair_case, "_RELEASE_SECONDS", 0.1)
+    monkeypatch.setattr(limit_case, "_ALLOWED_SECONDS", 0.1)
+    monkeypatch.setattr(pair_case, "until", lambda condition, seconds: wait(condition, seconds))
+
+
+def wait(condition, seconds):
+    return life_module.until(condition, min(seconds, 0.1))
+
+
+def broken(checks):
+    return [(of, check.title) for of, check in checks if not check.held]
+
+
+def silent(text):
+    pass
+
+
+def test_a_model_goes_through_all_phases():
+    device = Device()
+    told = []
+    lives = [
+        run_life(
+            device, device.server(name), native=name == "native", margins=False, say=told.append
+        )
+        for name in ("native", "kvtide")
+    ]
+    assert tuple(lives[1].phases) == PHASES
+    assert len(lives[1].phases["gen_seq"]) == 9
+    assert sum(a.cached for a in lives[1].phases["apc_1"]) > 0
+    # These engines know no ledger but ours: the native one is in it, which is noticed.
+    assert broken(judge_model(*lives, exact=True)) == [("native", "kvtide_inactive")]
+    assert told[0] == "native: starting"
+
+
+def test_a_server_that_does_not_start_is_recorded_and_stopped():
+    device = Device()
+    server = device.server("kvtide", starts=False)
+    found = run_life(device, server, native=False, margins=False, say=silent)
+    assert not found.ready
+    assert found.error.startswith("the server ended with status 1")
+    assert server.stopped
+
+
+def test_a_server_is_stopped_also_when_the_run_is_ended():
+    device = Device()
+    for starts in (True, False):
+        server = device.server("a", starts=starts)
+        if not starts:
+            server.wait_ready = lambda seconds: (_ for _ in ()).throw(SystemExit(143))
+        with pytest.raises(SystemExit), lived(device, server, "a", native=False):
+            raise SystemExit(143)
+        assert server.stopped
+
+
+def test_a_refused_reset_is_recorded():
+    device = Device()
+    found = run_life(
+        device, device.server("kvtide", dies=True), native=False, margins=False, say=silent
+    )
+    assert not found.cache_dropped
+
+
+def pair(**changes):
+    device = Device()
+    servers = [("a", device.server("a", **changes)), ("b", device.server("b"))]
+    return run_pair(device, servers, silent)
+
+
+def test_a_pair_moves_memory():
+    record = pair()
+    assert broken(judge_pair(record)) == []
+    assert record.request_bytes == (REQUEST_BYTES, REQUEST_BYTES)
+    assert record.free_before == TOTAL_BYTES - 2 * IDLE_BYTES
+    # 70% of the 80 MiB that were free.
+    assert len(record.requests["a_alone"]) == 9
+    assert record.a_peak == IDLE_BYTES + 9 * REQUEST_BYTES
+
+
+def test_an_engine_that_keeps_what_it_cached_is_noticed():
+    names = broken(judge_pair(pair(keeps=True)))
+    assert ("both", "a_released_memory") in names
+    assert ("both", "b_reused_a_memory") in names
+
+
+def test_a_pair_that_does_not_start_records_nothing_more():
+    record = pair(starts=False)
+    assert broken(judge_pair(record))[0] == ("both", "ready")
+    assert record.requests == {}
+
+
+def test_a_limit_is_set_held_and_raised():
+    device = Device()
+    record = run_limit(device, "a", device.server("a"), silent)
+    assert broken(judge_limit(record)) == []
+    assert record.limit == 22 * MIB
+    assert device.limits["a"] is None
+
+
+def test_an_engine_above_its_limit_is_noticed():
+    device = Device()
+    device.greedy = True
+    record = run_limit(device, "a", device.server("a"), silent)
+    assert ("a", "limit_released_idle") in broken(judge_limit(record))
+
+
+def test_all_orders_are_started():
+    device = Device()
+    started = []
+
+    def make(name):
+        started.append(name)
+        return device.server(name)
+
+    record = run_order(device, make, silent)
+    assert tuple(record.lives) == ORDERS
+    assert started == ["a", "b", "b", "a", "a", "b"]
+    assert broken(judge_order(record)) == []
