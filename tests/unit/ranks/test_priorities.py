@@ -105,3 +105,35 @@ def test_a_trim_takes_what_is_idle_once_and_running_blocks_stay(world):
     assert engine.memory.giving.demanded_of_running()[0] > 0
     engine.memory.giving.nothing_more()
     assert not engine.memory.owing
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_blocks_that_lie_apart_are_regrouped_below_a_limit(world, direct):
+    # Four parts of every block, four blocks a granule of each part.
+    engine = world.engine([(0, layers(64, 2 * MIB, 4))], direct=direct)
+    ledger = world.ledgers["paper-0"]
+    taken = None
+    while taken is None:
+        taken = engine.step(40)
+        engine.quieten()
+    kept = taken[4::8]
+    engine.give([b for b in taken if b not in kept], cache=True)
+    engine.quieten()
+    ledger.set_limit("engine-0", 16 * GRANULE)
+    engine.squeeze()
+    engine.give(kept, cache=True)
+    engine.quieten()
+    engine.squeeze()
+    (charge,) = (rank.account.charge_bytes for rank in engine.ranks)
+    assert charge <= 16 * GRANULE
+    engine.memory.regroup()
+    engine.quieten()
+    engine.check_quiet()
+    got = engine.step(15)
+    engine.quieten()
+    if got is None:
+        got = engine.step(15)
+    assert got is not None
+    assert sorted(got) == list(range(1, 16)), "side by side, below the limit"
+    assert engine.ranks[0].account.charge_bytes <= 16 * GRANULE
+    world.check()
