@@ -70,6 +70,12 @@ def uncontended(directory: Path) -> dict[str, Any]:
     for n in range(15):
         enroll(ledger, f"other-{n}")
     cases["16 instances, with a limit"] = pair_us(account)
+    for n in range(15):
+        ledger.set_terms(
+            f"other-{n}",
+            lambda t, n=n: t._replace(min_bytes=GIB, priority=n, headroom_bytes=GIB),
+        )
+    cases["16 instances, with limit, mins, priorities and headroom"] = pair_us(account)
     ledger.close()
     return {
         case: {
