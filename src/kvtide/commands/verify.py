@@ -33,6 +33,9 @@ def verify(
     other: Annotated[
         str | None, typer.Option(help="ENGINE=PYTHON of the other engine, for the mixed pair.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Do not run again what held in --out's report.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
 ) -> None:
     """Compare kvtide with the native engine: tokens, cache hits, memory, limits, order of starts.
@@ -51,5 +54,6 @@ def verify(
         dtype=dtype,
         other=other,
         as_json=as_json,
+        resume=resume,
     ):
         raise typer.Exit(1)

@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -97,6 +97,7 @@ def run_matrix(
     bench: Callable[[str, Callable[[str], None]], Bench],
     say: Callable[[str], None],
     done: Callable[[CaseResult], None] = lambda _: None,
+    known: Mapping[str, CaseResult] | None = None,
 ) -> Verdict:
     """Run them in order. One that fails or breaks does not keep the others from running.
 
@@ -108,15 +109,20 @@ def run_matrix(
         Called with each step of the case that runs.
     done
         Called with each case's result.
+    known
+        Results of cases that need not run again, by name.
     """
-    began = time.monotonic()
-    results = []
+    results: list[CaseResult] = []
+    known = known or {}
     for number, case in enumerate(cases, 1):
+        if case.name in known:
+            results.append(known[case.name])
+            continue
         title = f"[{number}/{len(cases)}] {case.name}"
         results.append(_run(case, bench(case.name, partial(_say, say, title))))
         done(results[-1])
     ok = bool(results) and all(r.state in ("ok", "skipped") for r in results)
-    return Verdict(ok, setup, round(time.monotonic() - began, 1), tuple(results))
+    return Verdict(ok, setup, round(sum(r.seconds for r in results), 1), tuple(results))
 
 
 def _say(say: Callable[[str], None], title: str, step: str) -> None:

@@ -10,7 +10,9 @@ import msgspec
 
 from kvtide.verify.matrix import CaseResult, CheckResult, Setup, Verdict
 
-__all__ = ["to_html", "to_markdown", "write_report"]
+__all__ = ["REPORT", "to_html", "to_markdown", "write_report"]
+
+REPORT = "verify.json"
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; }
@@ -26,7 +28,7 @@ def write_report(verdict: Verdict, out: Path) -> list[Path]:
     """Write `verify.json`, `verify.md` and `verify.html` into a directory; their paths."""
     out.mkdir(parents=True, exist_ok=True)
     written = {
-        "verify.json": msgspec.json.format(msgspec.json.encode(verdict), indent=2).decode() + "\n",
+        REPORT: msgspec.json.format(msgspec.json.encode(verdict), indent=2).decode() + "\n",
         "verify.md": to_markdown(verdict),
         "verify.html": to_html(verdict),
     }

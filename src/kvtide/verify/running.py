@@ -13,10 +13,10 @@ from rich.markup import escape
 
 from kvtide.errors import UnsupportedError, UsageError
 from kvtide.verify.cases import Bench, make_cases, select
-from kvtide.verify.matrix import CaseResult, describe_setup, run_matrix
+from kvtide.verify.matrix import CaseResult, Setup, Verdict, describe_setup, run_matrix
 from kvtide.verify.models import dtype_of, ensure_model
 from kvtide.verify.private import private_directory
-from kvtide.verify.report import write_report
+from kvtide.verify.report import REPORT, write_report
 from kvtide.verify.servers import ENGINES, Server
 from kvtide.verify.site import Model
 
@@ -39,11 +39,13 @@ def run_verify(
     dtype: str,
     other: str | None,
     as_json: bool,
+    resume: bool = False,
     extra: dict[str, str] | None = None,
 ) -> bool:
     """Run it and write the report into `out`; whether every check held.
 
-    `extra` are further variables of every server.
+    With `resume`, cases that held in the report that lies there, with the same engine and kvtide on
+    the same machine, are taken over from it. `extra` are further variables of every server.
 
     Raises
     ------
@@ -102,7 +104,8 @@ def run_verify(
         def say(text: str) -> None:
             console.print(f"[dim]{escape(text)}[/]")
 
-        verdict = run_matrix(cases, setup, bench, say, done)
+        known = _held_before(out, setup) if resume else {}
+        verdict = run_matrix(cases, setup, bench, say, done, known)
     written = write_report(verdict, out)
     console.print("see " + ", ".join(str(path) for path in written))
     if as_json:
@@ -123,6 +126,16 @@ def _other(text: str | None) -> tuple[type[Server], str] | None:
     if not equals or not Path(python).is_file():
         raise UsageError(f"--other {text!r}: write ENGINE=PYTHON, with the path of its Python")
     return _engine(name), python
+
+
+def _held_before(out: Path, setup: Setup) -> dict[str, CaseResult]:
+    """The cases of an earlier report that held under the same conditions."""
+    try:
+        earlier = msgspec.json.decode((out / REPORT).read_bytes(), type=Verdict)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return {}
+    was, now = (msgspec.structs.replace(s, started="", models=()) for s in (earlier.setup, setup))
+    return {c.name: c for c in earlier.cases if c.state == "ok"} if was == now else {}
 
 
 def _make_tiny(models: Sequence[Model], work: Path) -> None:

