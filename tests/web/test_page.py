@@ -18,8 +18,8 @@ AXE = Path(__file__).parent / "node_modules" / "axe-core" / "axe.min.js"
 SHOTS = os.environ.get("SCREENSHOTS")
 
 
-def until(browser, true, what):
-    return WebDriverWait(browser, 10, poll_frequency=0.05).until(lambda _: true(), what)
+def until(browser, true, what, seconds=30):
+    return WebDriverWait(browser, seconds, poll_frequency=0.05).until(lambda _: true(), what)
 
 
 def row(browser, name):
