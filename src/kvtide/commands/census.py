@@ -35,6 +35,8 @@ def census(
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return
+    if not found.ranks:
+        typer.echo(f"no worker of {found.name} holds memory yet: it is still starting")
     for rank in found.ranks:
         typer.echo(_text(found.name, rank))
 

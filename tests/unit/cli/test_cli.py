@@ -151,3 +151,24 @@ def test_the_command_line_imports_neither_ledger_nor_torch():
     )
     loaded = set(done.stdout.split())
     assert not loaded & {"torch", "numpy", "kvtide.ledger", "kvtide.device", "matplotlib"}
+
+
+def test_a_census_of_nobody_is_one_line(kvtide, directory):
+    status, out, said = kvtide("census", "nobody")
+    assert (status, out) == (1, "")
+    assert said == f"kvtide: no instance 'nobody' runs; there is none at all (in {directory})\n"
+
+
+def test_a_census_of_an_engine_that_is_still_starting_shows_the_ledger(kvtide, chat):
+    assert kvtide("census", "chat", "--json") == (0, '{\n  "name": "chat",\n  "ranks": []\n}\n', "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(("--engine", "abacus"), "cannot be checked"), (("--backend", "tpu"), "is not host or cuda")],
+)
+def test_verify_refuses_what_it_does_not_know(kvtide, arguments, says):
+    status, _, said = kvtide("verify", *arguments)
+    assert status == 2
+    assert says in said
+    assert said.count("\n") == 1
