@@ -101,7 +101,7 @@ _KINDS = {
             "hidden_size": 256,
             "conv_L_cache": 3,
             "block_auto_adjust_ff_dim": False,
-            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "layer_types": ["conv", "full_attention"] * 2,
         },
     ),
     "qwen3next": _Kind(
@@ -143,7 +143,7 @@ _KINDS = {
     # Without experts, which SGLang's CPU engine does not run in float32.
     "deepseek-dense": _Kind(
         "deepseek_v2",
-        {**_DEEPSEEK, "first_k_dense_replace": 4, "initializer_range": 0.05},
+        {**_DEEPSEEK, "first_k_dense_replace": 4},
         without=("head_dim",),
     ),
     "gptoss": _Kind(

@@ -26,6 +26,7 @@ pytestmark = [
 
 KIND = "llama-wide"
 PROMPTS, TOKENS = 24, 96
+READY_SECONDS = 800
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def native(
 ) -> list[tuple[int, ...]]:
     fleet = sglang_fleet(64 * MIB)
     plain = ("--max-total-tokens", "20000", "--mem-fraction-static", "0.5")
-    server = fleet.start(KIND, None, *plain).wait_ready()
+    server = fleet.start(KIND, None, *plain).wait_ready(READY_SECONDS)
     tokens = tokens_of(server.ask(prompts, TOKENS))
     native_cached.extend(cached_twice(server, prompts[:6]))
     server.stop()
@@ -63,7 +64,7 @@ def two(sglang_fleet: Callable[[int], object]) -> Iterator[tuple]:
     fleet = sglang_fleet(96 * MIB)
     servers = [fleet.start(KIND, name, "--mem-fraction-static", "0.9") for name in ("a", "b")]
     for server in servers:
-        server.wait_ready()
+        server.wait_ready(READY_SECONDS)
     yield fleet, servers
     fleet.stop()
 
@@ -182,8 +183,8 @@ def test_memory_moves_both_ways_between_vllm_and_sglang(
     )
     fleet._started.append(theirs)
     theirs.start()
-    ours.wait_ready()
-    theirs.wait_ready()
+    ours.wait_ready(READY_SECONDS)
+    theirs.wait_ready(READY_SECONDS)
     # Both engines generate the same tokens of the same weights, natively too.
     peaks = {}
     with Sampler(fleet) as sampler:
@@ -210,7 +211,7 @@ def test_a_starved_rank_holds_all_ranks_back_and_they_stay_in_step(
         "tp",
         *("--mem-fraction-static", "0.9", "--tp-size", "2"),
         environ={"KVTIDE_HOST_DEVICE": devices},
-    ).wait_ready(900)
+    ).wait_ready(READY_SECONDS)
     names = devices.split(",")
     from fleet import Ballast
 
@@ -246,7 +247,7 @@ def test_prompts_that_cannot_be_backed_after_all_wait(sglang_fleet, prompts, nat
         "f",
         *("--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"),
         environ={"FAULT_PROMPTS": ",".join(str(n) for n in (2, 3, 5, 8, 9, 10, 14, 20, 27, 28))},
-    ).wait_ready()
+    ).wait_ready(READY_SECONDS)
     assert tokens_of(server.ask(prompts, TOKENS)) == native
     log = server.log.read_text()
     assert log.count("prompts wait, there is no memory for them") >= 9
