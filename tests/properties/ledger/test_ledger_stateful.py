@@ -49,6 +49,9 @@ class Pool:
         )
         self.held = 0
         self.charge = 0
+        # Beside its pool: announced and not taken yet, and taken.
+        self.loading = 0
+        self.beside = 0
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -65,7 +68,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.during_sample = None
 
     def free(self) -> int:
-        return TOTAL - self.zombies - sum(pool.held for pool in self.all)
+        return TOTAL - self.zombies - sum(pool.held + pool.beside for pool in self.all)
+
+    def loading(self) -> int:
+        return sum(pool.loading for pool in self.all)
+
+    def beside(self) -> int:
+        return sum(pool.beside for pool in self.all)
 
     def sampled(self) -> int:
         act, self.during_sample = self.during_sample, None
@@ -92,7 +101,7 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.watch.snapshot()
         answer = pool.account.grant(size)
         limit = pool.instance.limit_bytes
-        fits = before.charged_bytes + size <= max(0, self.budget())
+        fits = before.charged_bytes + before.headroom_bytes + size <= max(0, self.budget())
         within = limit is None or pool.charge + size <= limit
         if isinstance(answer, Granted):
             pool.charge += size
@@ -145,18 +154,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self.during_sample = acts.get(what)
         assert pool.account.sample()
         if what == "nothing":
-            assert self.budget() == TOTAL - self.zombies - MARGIN
+            taken = self.zombies + self.beside() + self.loading()
+            assert self.budget() == TOTAL - taken - MARGIN
 
     @rule(pool=consumes(pools))
     def die(self, pool):
         """As the kernel does it: leases drop; the memory is the driver's to free, later."""
         pool.ledger.close()
         self.all.remove(pool)
-        self.zombies += pool.held
+        self.zombies += pool.held + pool.beside
 
     @rule(pool=consumes(pools))
     def close(self, pool):
         self.release_and_refund(pool, 1)
+        self.zombies += pool.beside
         pool.account.close()
         pool.instance.close()
         pool.ledger.close()
@@ -171,8 +182,45 @@ class LedgerMachine(RuleBasedStateMachine):
     def driver_frees(self):
         self.zombies = 0
 
+    @rule(pool=pools, size=st.sampled_from([0, 2 * MIB, 60 * MIB]))
+    def reserve(self, pool, size):
+        pool.instance.reserve(size)
+        pool.loading += size
+
+    @rule(pool=pools, parts=st.integers(1, 3))
+    def load(self, pool, parts):
+        # An engine loads once there is room for it.
+        size = pool.loading // parts
+        if size <= self.free() - MARGIN - self.granted():
+            pool.beside += size
+            pool.loading -= size
+            pool.instance.loaded(size)
+
+    @rule(pool=pools)
+    def measured(self, pool):
+        pool.instance.measured(pool.beside, "torch")
+        pool.loading = 0
+
+    def granted(self) -> int:
+        return sum(pool.charge - pool.held for pool in self.all)
+
+    @rule(pool=pools, low=sizes, head=sizes, priority=st.integers(-1, 1))
+    def terms(self, pool, low, head, priority):
+        def change(t):
+            most = low if t.limit_bytes is None else min(low, t.limit_bytes)
+            return t._replace(min_bytes=most, headroom_bytes=head, priority=priority)
+
+        try:
+            self.watch.set_terms(pool.instance.name, change)
+        except LedgerError as error:
+            if "its budget is" not in str(error):
+                raise
+
     @rule(pool=pools, limit=st.none() | sizes)
     def limit(self, pool, limit):
+        (view,) = [i for i in self.watch.snapshot().instances if i.key == pool.instance.key]
+        if limit is not None and limit < view.terms.min_bytes:
+            return
         revision = pool.instance.limit_revision
         assert self.watch.set_limit(pool.instance.name, limit, revision) == revision + 1
 
@@ -205,6 +253,11 @@ class LedgerMachine(RuleBasedStateMachine):
         truth = Truth(self.budget(), MARGIN, self.free(), records)
         every_byte_has_an_owner(truth)
         no_credit_before_release(truth)
+        room = max(0, self.budget() - sum(record.charge for record in records))
+        granted = sum(record.charge - record.held for record in records if record.alive)
+        assert room == 0 or room + granted + self.loading() <= max(0, self.free() - MARGIN), (
+            "what is about to be loaded was lent"
+        )
         assert not words[w.H_SEQUENCE] & 1
         ended = [at for at in map(w.pool_at, range(w.MAX_POOLS)) if not words[at] & 1]
         assert not any(words[at + w.P_CHARGE] for at in ended)
