@@ -89,7 +89,7 @@ class RankProcess:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._pipe.send_bytes(b"")
         self._pipe.close()
-        self._process.join(20)
+        self._process.join(100)
         assert self._process.exitcode is not None
         self._process.close()
 

