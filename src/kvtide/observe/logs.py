@@ -37,7 +37,7 @@ def event_text(kind: int, cause: int, size_bytes: int, detail: int) -> str:
     """An event in words, without who it happened to."""
     size, why = format_size(size_bytes), CAUSE_NAMES[cause]
     if kind == Kind.WAIT:
-        return f"waits for {size} that others hold"
+        return f"waits for {size}"
     if kind == Kind.RESUME:
         return f"goes on after waiting {detail / 1e9:.3f} s"
     if kind == Kind.QUARANTINE:

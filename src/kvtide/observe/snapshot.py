@@ -97,16 +97,16 @@ def observe(directory: Path) -> Status:
     return Status(devices=tuple(devices))
 
 
-def device_status(snapshot: Snapshot, free_now_bytes: int | None = None) -> DeviceStatus:
+def device_status(snapshot: Snapshot, outside_now_bytes: int | None = None) -> DeviceStatus:
     """One ledger's snapshot in the shape that is promised.
 
     Parameters
     ----------
     snapshot
         Of the ledger.
-    free_now_bytes
-        Free memory of the device as its driver or kernel counts it now, if that is known: only
-        for what is outside, which the ledger knows from its last sample.
+    outside_now_bytes
+        What no pool holds as the driver or kernel counts it now; by default as the ledger knows
+        it from its last sample.
     """
     spec = snapshot.spec
     return DeviceStatus(
@@ -119,12 +119,12 @@ def device_status(snapshot: Snapshot, free_now_bytes: int | None = None) -> Devi
         free_bytes=snapshot.free_bytes,
         instances=tuple(map(_instance, snapshot.instances)),
         name=spec.name,
-        outside_bytes=_outside_bytes(snapshot, free_now_bytes),
+        outside_bytes=_outside_bytes(snapshot, outside_now_bytes),
     )
 
 
-def _outside_bytes(snapshot: Snapshot, free_now_bytes: int | None) -> int:
-    taken_bytes = _not_kv_bytes(snapshot, free_now_bytes)
+def _outside_bytes(snapshot: Snapshot, now_bytes: int | None) -> int:
+    taken_bytes = _sampled_outside_bytes(snapshot) if now_bytes is None else now_bytes
     if snapshot.spec.backend == "host":
         return taken_bytes
     known_bytes = sum(_non_kv_bytes(instance) for instance in snapshot.instances)
@@ -135,11 +135,8 @@ def _non_kv_bytes(instance: InstanceView) -> int:
     return instance.non_kv_bytes or min(instance.loaded_bytes, instance.reserved_bytes)
 
 
-def _not_kv_bytes(snapshot: Snapshot, free_now_bytes: int | None) -> int:
+def _sampled_outside_bytes(snapshot: Snapshot) -> int:
     spec = snapshot.spec
-    if free_now_bytes is not None:
-        mapped_bytes = sum(p.mapped_bytes for i in snapshot.instances for p in i.pools if p.live)
-        return max(0, spec.total_bytes - free_now_bytes - mapped_bytes)
     if snapshot.sampled_ns == 0:
         return 0
     if snapshot.budget_bytes < spec.ceiling_bytes:

@@ -10,8 +10,8 @@ import msgspec
 
 from kvtide.errors import LedgerBusyError, LedgerError
 from kvtide.ledger import Ledger, Snapshot
-from kvtide.observe.freenow import free_now_bytes
 from kvtide.observe.logs import event_text
+from kvtide.observe.outside import outside_now_bytes
 from kvtide.observe.snapshot import DeviceStatus, InstanceStatus, Status, device_status
 from kvtide.observe.tallies import Reading, read_tally, wall_ns
 from kvtide.observe.tally import CAUSE_NAMES, KIND_NAMES, Owner, tallies_of
@@ -101,7 +101,7 @@ class Watcher:
             except LedgerError as error:
                 troubles.append(str(error))
                 continue
-            device = device_status(snapshot, free_now_bytes(snapshot.spec))
+            device = device_status(snapshot, outside_now_bytes(snapshot))
             found[path] = device
             events += self._changes(now, device)
             for counter, noted in self._tallies(snapshot, tallies):

@@ -31,7 +31,7 @@ def test_words(set_up, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("kvtide: ")[1] for line in lines] == [
         "chat on host gives back 64MiB that others wish for",
-        "chat on host waits for 2MiB that others hold",
+        "chat on host waits for 2MiB",
         "chat on host goes on after waiting 1.500 s",
     ]
 
