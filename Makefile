@@ -4,6 +4,7 @@
 #   make demo     two real vLLM servers share one small device, and you see memory move
 #   make test     everything: `quick`, then the tests that start real engines
 #   make verify   the whole correctness matrix against native vLLM, with a report in verify-out
+#   make test-web the page in a browser, the API against its description, two engines under both
 #   make quick    format, lint, types, floors, and the tests that need no engine
 
 PYTHON ?= python3
@@ -13,11 +14,12 @@ SGLANG ?= 0.5.20
 DEV := .venvs/dev
 ENGINE := .venvs/vllm-$(VLLM)
 OTHER := .venvs/sglang-$(SGLANG)
+WEB := .venvs/web
 PYTEST := -p no:cacheprovider --timeout 120
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-sglang verify quick format engines clean
+.PHONY: demo test test-sglang test-web verify quick format engines clean
 
 demo: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide demo --out demo-out
@@ -46,6 +48,11 @@ test-sglang: $(OTHER)/.done $(ENGINE)/.done
 		$(OTHER)/bin/python -m pytest $(PYTEST) -W default --timeout 900 \
 		tests/engines/test_sizing_sglang.py tests/engines/sglang_engine
 
+# A browser and what it needs are installed with apt-get, where this runs as root.
+test-web: $(WEB)/.done $(ENGINE)/.done
+	KV_VLLM_PYTHON=$(CURDIR)/$(ENGINE)/bin/python \
+		$(WEB)/bin/python -m pytest $(PYTEST) -W default --timeout 600 tests/web
+
 format: $(DEV)/.done
 	$(DEV)/bin/ruff format .
 	$(DEV)/bin/ruff check --fix .
@@ -61,6 +68,10 @@ $(ENGINE)/.done: pyproject.toml scripts/install_vllm.sh
 
 $(OTHER)/.done: pyproject.toml scripts/install_sglang.sh
 	PYTHON=$(PYTHON) scripts/install_sglang.sh $(SGLANG) $(OTHER)
+	touch $@
+
+$(WEB)/.done: pyproject.toml scripts/install_web.sh
+	PYTHON=$(PYTHON) scripts/install_web.sh $(WEB)
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""What is taken of a device now by all but KV caches, by its kernel or driver; without a context."""
+"""What of a device all but KV caches take now, by its kernel or driver; without a context."""
 
 from __future__ import annotations
 
