@@ -250,6 +250,12 @@ def run_schedule(seed: int, moves: int = 120) -> Counter[str]:
         schedule = Schedule(seed, directory)
         try:
             schedule.run(moves)
+            for engine in schedule.engines:
+                engine.close()
+            stuck = sum(
+                rank.memory.arena.quarantined_bytes for e in schedule.engines for rank in e.ranks
+            )
+            assert sum(m.held_bytes for m in schedule.world.memories.values()) == stuck
         finally:
             for ledger in schedule.world.ledgers.values():
                 ledger.close()

@@ -37,6 +37,7 @@ pytestmark = [
 ]
 
 BLOCKS = ("--max-model-len", "2048", "--block-size", "32")
+_HELPER = "resource_tracker"
 SPLIT = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
@@ -81,7 +82,7 @@ def _is_gone(server: Server) -> bool:
 
 def _name_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except FileNotFoundError:
         return "gone"
 
@@ -167,7 +168,7 @@ def test_a_server_that_loses_any_process_is_gone_and_its_neighbour_has_the_memor
         load = Asking(victim, prompts, 200)
         beside = Asking(neighbour, prompts, 60)
         # Python's own helper outlives the others by design: it removes what they have left.
-        pids = [p for p in victim.pids() if "resource_tracker" not in _name_of(p)]
+        pids = [p for p in victim.pids() if _HELPER not in _name_of(p)]
         time.sleep(dice.uniform(0.5, 5.0))
         # Each process at least once in as many kills as there are processes, the outermost last.
         pid = pids[(number + 1) % len(pids)]
@@ -175,7 +176,7 @@ def test_a_server_that_loses_any_process_is_gone_and_its_neighbour_has_the_memor
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         time.sleep(max(0.0, min(bound, 1.0) + killed - time.monotonic()))
-        left = [name for p in victim.pids() if "resource_tracker" not in (name := _name_of(p))]
+        left = [n for n in map(_name_of, victim.pids()) if _HELPER not in n]
         until(partial(_is_gone, victim), 20, f"all of the server gone after {name} ({pid})")
         gone = time.monotonic() - killed
         # Whoever needs memory retires what the dead had; here it is the test.
