@@ -67,8 +67,7 @@ class Giving(Generic[B]):
         )
         if not any(wanted):
             return False
-        cause = Cause.LIMIT if self._above_limit() else Cause.OTHERS
-        reclaim = self._plan_with_splits(wanted, cause)
+        reclaim = self._plan_with_splits(wanted, self._cause())
         given = [shrink.granules for shrink in reclaim.shrinks]
         short = any(g < w for g, w in zip(given, wanted, strict=True))
         # What lacked a transient may go in the next round.
@@ -135,6 +134,12 @@ class Giving(Generic[B]):
     @property
     def _idle_count(self) -> int:
         return self._circulation.free.count + self._circulation.cached_count
+
+    def _cause(self) -> int:
+        """Why something is given, for observers."""
+        if any(s.ledger.is_trimming(s.instance.key) for s in self._seats.values()):
+            return Cause.TRIM
+        return Cause.LIMIT if self._above_limit() else Cause.OTHERS
 
     def _above_limit(self) -> bool:
         for uuid, seat in self._seats.items():

@@ -91,3 +91,22 @@ def test_tallies_go_with_the_engine(world):
     assert len(tallies_of(world.ledgers["paper-0"].path)) == 2
     engine.memory.close()
     assert [owner.role for owner in tallies_of(world.ledgers["paper-0"].path)] == ["rank"]
+
+
+@pytest.mark.parametrize(("change", "cause"), [("limit", "limit"), ("trim", "trim")])
+def test_what_is_given_back_says_for_what(world, change, cause):
+    engine = world.engine([(0, layers(100, 2 * MIB, 1))])
+    while (taken := engine.step(20)) is None:
+        engine.quieten()
+    engine.quieten()
+    engine.give(taken)
+    ledger = world.ledgers["paper-0"]
+    (instance,) = ledger.snapshot().instances
+    if change == "limit":
+        ledger.set_limit(instance.name, 4 * GRANULE)
+    else:
+        ledger.ask_to_trim(instance.name, 0, running=False)
+    assert engine.memory.yield_to_others()
+    (reading,) = readings(world, "engine")
+    assert ("shrink", cause) in reading.counts
+    assert [c for kind, c in reading.counts if kind == "shrink"] == [cause]

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtide.engines import family
 from kvtide.errors import KvtideError
+from kvtide.observe import logs
 from kvtide.settings import Settings
 
 __all__ = ["activate"]
@@ -22,7 +23,7 @@ def activate() -> None:
         return
     _active = True
     try:
-        Settings.from_environ()
+        logs.set_up(Settings.from_environ().log)
         family.join()
     except KvtideError as error:
         family.end_server(error)
