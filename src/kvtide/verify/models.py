@@ -140,10 +140,23 @@ _KINDS = {
         ),
     ),
     "deepseek": _Kind("deepseek_v2", _DEEPSEEK, without=("head_dim",)),
-    # Without experts, which SGLang's CPU engine does not run in float32.
+    # What SGLang's CPU engine runs: no experts, and positions stretched as DeepSeek's own are.
     "deepseek-dense": _Kind(
         "deepseek_v2",
-        {**_DEEPSEEK, "first_k_dense_replace": 4},
+        {
+            **_DEEPSEEK,
+            "first_k_dense_replace": 4,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
         without=("head_dim",),
     ),
     "gptoss": _Kind(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -98,3 +100,21 @@ def test_memory_goes_when_the_cache_is_flushed(pair: Pair) -> None:
     assert tokens_of(pair.server.ask(pair.prompts[:2], pair.case.max_tokens)) == pair.native[0][:2]
     assert pair.server.healthy()
     assert "leak" not in pair.server.log.read_text().lower().replace("nanobind", "")
+
+
+def call(server: SGLangServer, path: str, body: dict) -> None:
+    request = urllib.request.Request(
+        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert answer.status == 200
+
+
+def test_memory_is_released_on_request_and_it_serves_again_when_resumed(pair: Pair) -> None:
+    pair.server.ask(pair.prompts[:4], 8)
+    until(lambda: pair.fleet.instance("a").state.name == "SLEEPING", 20, "it is idle")
+    call(pair.server, "/release_memory_occupation", {"tags": ["kv_cache"]})
+    pools = pair.fleet.instance("a").pools
+    assert pair.fleet.held_bytes() == sum(pool.figures.pinned_bytes for pool in pools)
+    call(pair.server, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert tokens_of(pair.server.ask(pair.prompts[:2], pair.case.max_tokens)) == pair.native[0][:2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +32,9 @@ class Conserving:
 def _elastic(native: Any) -> Any:
     """The elastic kind of an allocator class. Its instances can become ones of this in place."""
 
+    # Not by super(): it is called for every batch, several times.
+    native_size: Callable[[Any], int] = native.available_size
+
     class Elastic(native):  # type: ignore[misc]
         """Its free list holds only blocks that are backed. A block is a page, or a state's slot.
 
@@ -53,14 +56,14 @@ def _elastic(native: Any) -> Any:
 
         def native_size(self) -> int:
             """Slots in the free list."""
-            count: int = super().available_size()
-            return count
+            return native_size(self)
 
         def available_size(self) -> int:
             """What can be had now; in `Conserving`, what could be had with all memory there."""
-            count: int = super().available_size()
-            more = self.hidden if Conserving.on else -self.withheld
-            return count + more * self.block_slots if more else count
+            count = native_size(self)
+            if Conserving.on:
+                return count + self.hidden * self.block_slots
+            return count - self.withheld * self.block_slots if self.withheld else count
 
         def clear(self) -> None:
             """Everything is free: all that is backed."""
