@@ -36,8 +36,7 @@ def _holder(i: InstanceView) -> str:
     if i.loading_bytes:
         notes.append(f"{format_size(i.loading_bytes)} still to load")
     if i.silent:
-        pids = " ".join(str(pid) for pid in sorted({i.pid, *(p.pid for p in i.pools)}))
-        notes.append(f"does not answer, process {pids}")
+        notes.append(f"does not answer, process {_pids(i)}")
     return f"{i.name} {format_size(i.charged_bytes)} ({', '.join(notes)})"
 
 
@@ -69,12 +68,20 @@ def _advice(snapshot: Snapshot, name: str, asked_bytes: int) -> str:
             else:
                 commands.append(f"kvtide trim {i.name}")
             missing_bytes -= gives_bytes
+    for i in others:
+        if missing_bytes > 0 and i.silent:
+            commands.append(f"continue or end {i.name}, which does not answer: process {_pids(i)}")
+            missing_bytes -= i.charged_bytes
     if missing_bytes > 0:
         commands.append(
             f"end what holds {format_size(missing_bytes)} outside of kvtide (kvtide doctor names "
             "processes), or ask for less"
         )
     return f"This would free it: {'; '.join(commands)}" if commands else "It is free now"
+
+
+def _pids(i: InstanceView) -> str:
+    return " ".join(str(pid) for pid in sorted({i.pid, *(p.pid for p in i.pools)}))
 
 
 def _exact(size_bytes: int) -> str:

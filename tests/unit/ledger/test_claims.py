@@ -1,9 +1,12 @@
 """Min, priority and headroom in a real ledger: who is granted, called and passed over."""
 
+import os
+
 import pytest
 
 from kvtide.errors import LedgerError, UsageError
 from kvtide.ledger import Granted, Ledger, PoolFigures, holdings
+from kvtide.ledger.explaining import explain
 from kvtide.units import MIB
 from ledger_world import TOTAL, enroll, spec
 
@@ -111,6 +114,9 @@ def test_who_was_called_and_stays_silent_is_passed_over_and_named(ledger, monkey
     assert ledger.demands(other) == (20 * MIB, 0)
     monkeypatch.setattr(holdings, "SILENT_NS", -1)
     assert [i.silent for i in ledger.snapshot().instances] == [False, True, False]
+    said = explain(ledger.snapshot(), "waits", 200 * MIB)
+    assert f"one 128MiB (starting, 128MiB idle, does not answer, process {os.getpid()})" in said
+    assert "free it: kvtide trim other; continue or end one, which does not answer" in said
     wakers = [instance.waker() for instance in (one, other)]
     waits.wish(40 * MIB)
     assert [waker.wait(0) for waker in wakers] == [False, True]
