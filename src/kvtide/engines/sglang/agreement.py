@@ -17,14 +17,17 @@ class Agreement:
     ----------
     group
         SGLang's own CPU group of theirs.
+
+    Attributes
+    ----------
     rank, size
         This rank among them, and how many they are.
     """
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
-        self.rank = rank
-        self.size = size
+        self.rank = int(torch.distributed.get_rank(group))
+        self.size = int(torch.distributed.get_world_size(group))
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest that any rank says, of each number. All ranks call it, or none."""

@@ -174,6 +174,6 @@ def cached_by(tree: Any, kind: str, page_size: int) -> Cached:
     page_size
         Slots of a block.
     """
-    if tree.is_chunk_cache():
+    if tree.disable or "tree_core" not in vars(tree):
         return Cached()
     return (_FullTree if kind == _FULL else _ListedTree)(tree, kind, page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -96,7 +97,6 @@ def check_scheduler(scheduler: Any) -> None:
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-    from sglang.srt.mem_cache.chunk_cache import ChunkCache, SWAChunkCache
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -104,7 +104,12 @@ def check_scheduler(scheduler: Any) -> None:
     known = (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator)
     if type(allocator) not in known:
         raise UnsupportedError(_unknown("allocator", allocator, known))
-    trees = (UnifiedRadixCache, ChunkCache, SWAChunkCache)
+    trees: tuple[type, ...] = (UnifiedRadixCache,)
+    if importlib.util.find_spec("sglang.srt.mem_cache.chunk_cache") is not None:
+        # Up to 0.5.22 the cache of servers without a radix tree; later it is the tree, disabled.
+        from sglang.srt.mem_cache.chunk_cache import ChunkCache, SWAChunkCache
+
+        trees += (ChunkCache, SWAChunkCache)
     if type(tree) not in trees:
         raise UnsupportedError(_unknown("prefix cache", tree, trees))
     if type(tree) is UnifiedRadixCache and type(tree.tree_core) is not UnifiedTreeCore:

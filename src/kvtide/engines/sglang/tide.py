@@ -41,9 +41,7 @@ class Tide:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._agreement = Agreement(
-            scheduler.attn_tp_cpu_group, scheduler.ps.attn_tp_rank, scheduler.ps.attn_tp_size
-        )
+        self._agreement = Agreement(scheduler.attn_tp_cpu_group)
         self._states = states_per_request(scheduler)
         parts = parts_of(scheduler, states=self._states > 0)
         mine = Rank.of(parts["full"])

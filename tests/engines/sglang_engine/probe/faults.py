@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -34,7 +36,7 @@ def register() -> None:
             batch = plan.batch_to_run
             if batch is not None:
                 line = {
-                    "rank": self.ps.tp_rank,
+                    "rank": torch.distributed.get_rank(),
                     "mode": str(batch.forward_mode.name),
                     "reqs": [
                         [len(r.origin_input_ids), len(r.output_ids), r.retraction_count]
