@@ -2,9 +2,9 @@
 
     .venvs/vllm-0.30.0/bin/python bench/observe.py --out bench/results/observe.json
 
-vLLM's own scheduler with kvtide's memory on a host device; a stand-in answers for the model. Chunks
-of steps with everything on (counters, events, log; `kvtide serve` and `kvtide record` look on) take
-turns with chunks in which counting does nothing, in one process, so that all else is equal.
+vLLM's own scheduler with kvtide's memory, which is only counted; a stand-in answers for the model.
+At each step a coin says whether counters, events and log lines are on or do nothing, in one process
+and one load, so that all else is equal; `kvtide record` looks on all the time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,69 @@ from pathlib import Path
 from typing import Any
 
 from kvtide.bench.machine import machine
-from kvtide.device import open_device
+from kvtide.device.base import DeviceInfo, Handle
 from kvtide.observe.tally import Cause, Kind, Owner, Tally, Verb
+from kvtide.ranks.journal import Journal
 from kvtide.units import MIB
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 BLOCK_TOKENS, HEADS, HEAD_SIZE, LAYERS = 32, 8, 64, 4
 BLOCKS = 1200
 DEVICE_BYTES = 192 * MIB
-CHUNK_STEPS = 40
+KEPT_SHARE = 0.98  # of the steps, without the longest: the machine has other work
+
+
+class PaperDevice:
+    """Memory that is only counted: so that nothing is measured but the scheduler."""
+
+    def __init__(self) -> None:
+        self.info = DeviceInfo(
+            f"observe-{os.getpid()}", "paper", "paper", DEVICE_BYTES, 2 * MIB, creates_zeros=True
+        )
+        self._held_bytes = self._handles = 0
+
+    def reserve(self, size_bytes: int) -> int:
+        return 1 << 40
+
+    def unreserve(self, address: int, size_bytes: int) -> None:
+        return None
+
+    def create(self, size_bytes: int) -> Handle | None:
+        if size_bytes > self.free_bytes():
+            return None
+        self._held_bytes += size_bytes
+        self._handles += 1
+        return Handle(size_bytes, self._handles)
+
+    def map(self, address: int, handle: Handle) -> None:
+        return None
+
+    def unmap(self, address: int, handle: Handle) -> None:
+        return None
+
+    def release(self, handle: Handle) -> None:
+        self._held_bytes -= handle.size_bytes
+
+    def zero(self, runs: Any) -> None:
+        return None
+
+    def copy(self, destination: int, source: int, size_bytes: int) -> None:
+        return None
+
+    def fence(self) -> PaperDevice:
+        return self
+
+    def passed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+    def free_bytes(self) -> int:
+        return DEVICE_BYTES - self._held_bytes
+
+    def close(self) -> None:
+        return None
 
 
 def _scheduler(stack: ExitStack, directory: Path) -> Any:
@@ -77,9 +131,8 @@ def _scheduler(stack: ExitStack, directory: Path) -> Any:
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec([f"layer.{n}" for n in range(LAYERS)], group)],
     )
-    device = open_device("host", host_total_bytes=DEVICE_BYTES, host_uuid=f"observe-{os.getpid()}")
-    stack.callback(device.close)
-    settings = Settings(dir=directory / "ledgers")
+    device = PaperDevice()
+    settings = Settings(dir=directory / "ledgers", margin=0)
     ledger = Ledger.open(settings.dir, spec_of(device.info, settings))
     stack.callback(ledger.close)
     instance = ledger.register("observed", explicit=True)
@@ -179,15 +232,15 @@ def _nothing(*_: object) -> None:
 
 
 class Switch:
-    """Turns counting off and on again, in all tallies of this process."""
+    """Turns noting off and on again, in all journals and tallies of this process."""
 
     def __init__(self) -> None:
-        self._on = {name: getattr(Tally, name) for name in ("count", "note", "time")}
-        self.calls = 0
+        of = ((Journal, ("note", "evicted")), (Tally, ("count", "note", "time")))
+        self._on = [(kind, name, vars(kind)[name]) for kind, names in of for name in names]
 
     def set(self, on: bool) -> None:
-        for name, method in self._on.items():
-            setattr(Tally, name, method if on else _nothing)
+        for kind, name, method in self._on:
+            setattr(kind, name, method if on else _nothing)
 
 
 def _each_ns() -> dict[str, float]:
@@ -207,48 +260,54 @@ def _each_ns() -> dict[str, float]:
     return {k: round(ns - best["nothing"], 1) for k, ns in best.items() if k != "nothing"}
 
 
-def measure(chunks: int, running: int, seed: int) -> dict[str, Any]:
-    """Chunks in turns, each pair in random order."""
+def _mean(values: list[int]) -> float:
+    kept = sorted(values)[: round(KEPT_SHARE * len(values))]
+    return statistics.fmean(kept)
+
+
+def _ratio_95(on: list[int], off: list[int], dice: random.Random) -> list[float]:
+    """Of the ratio of means: 95% of what resampling gives."""
+    ratios = sorted(
+        _mean(dice.choices(on, k=len(on))) / _mean(dice.choices(off, k=len(off)))
+        for _ in range(400)
+    )
+    return [round(ratios[10], 5), round(ratios[-11], 5)]
+
+
+def measure(steps: int, running: int, seed: int) -> dict[str, Any]:
+    """So many steps of each kind, in random order."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         scheduler = _scheduler(stack, directory)
         stack.callback(scheduler.tide.close)
-        load, switch = Load(scheduler, running, seed), Switch()
+        load, switch, dice = Load(scheduler, running, seed), Switch(), random.Random(seed)
         environ = os.environ | {"KVTIDE_DIR": str(directory / "ledgers")}
         command = [sys.executable, "-c", "from kvtide.cli import main; main()"]
-        record = ["record", "-o", str(directory / "trace.json")]
-        watching = [subprocess.Popen([*command, *record], env=environ, stdout=subprocess.DEVNULL)]
-        for process in watching:
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
+        record = [*command, "record", "-o", str(directory / "trace.json")]
+        watching = subprocess.Popen(record, env=environ, stdout=subprocess.DEVNULL)
+        stack.callback(watching.wait)
+        stack.callback(watching.terminate)
         for _ in range(300):
             load.step()
-        dice = random.Random(seed)
-        pairs = []
-        before = dict(scheduler.tide.memory.journal._tallies[0][1].__dict__)["_head"]
-        for _ in range(chunks):
-            took = {}
-            for on in dice.sample([True, False], 2):
-                switch.set(on)
-                took[on] = sum(load.step() for _ in range(CHUNK_STEPS)) / CHUNK_STEPS
-            pairs.append((took[True], took[False]))
-        switch.set(True)
+        took: dict[bool, list[int]] = {True: [], False: []}
         tally = scheduler.tide.memory.journal._tallies[0][1]
-        events = tally._head - before
-        ratios = sorted(on / off for on, off in pairs)
-        middle = statistics.median(ratios)
-        # Of the median, by the order of the ratios: 95% of all such samples hold it.
-        reach = round(0.98 * len(ratios) ** 0.5)
-        at = len(ratios) // 2
+        before, counted = tally._head, sum(tally._counts[::2])
+        while min(map(len, took.values())) < steps:
+            on = dice.random() < 0.5
+            switch.set(on)
+            took[on].append(load.step())
+        switch.set(True)
         return {
             "running": running,
-            "steps_of_each": chunks * CHUNK_STEPS,
-            "events_a_step": round(events / (chunks * CHUNK_STEPS), 3),
-            "step_us_on": round(statistics.median(on for on, _ in pairs) / 1e3, 2),
-            "step_us_off": round(statistics.median(off for _, off in pairs) / 1e3, 2),
-            "ratio": round(middle, 5),
-            "ratio_95": [round(ratios[at - reach], 5), round(ratios[at + reach], 5)],
-            "pairs_ns": [[round(on), round(off)] for on, off in pairs],
+            "steps": [len(took[True]), len(took[False])],
+            "events_a_step": round((tally._head - before) / len(took[True]), 3),
+            "counts_a_step": round((sum(tally._counts[::2]) - counted) / len(took[True]), 3),
+            "step_us_on": round(_mean(took[True]) / 1e3, 2),
+            "step_us_off": round(_mean(took[False]) / 1e3, 2),
+            "ratio": round(_mean(took[True]) / _mean(took[False]), 5),
+            "ratio_95": _ratio_95(took[True], took[False], dice),
+            "on_ns": took[True],
+            "off_ns": took[False],
         }
 
 
@@ -256,7 +315,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--chunks", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -264,10 +323,10 @@ def main() -> int:
     figures = {
         "machine": machine(),
         "call_ns": _each_ns(),
-        "steps": [measure(given.chunks, running, given.seed) for running in (8, 32)],
+        "steps": [measure(given.steps, running, given.seed) for running in (8, 32)],
     }
     for steps in figures["steps"]:
-        print({k: v for k, v in steps.items() if k != "pairs_ns"})
+        print({k: v for k, v in steps.items() if not k.endswith("_ns")})
     print(figures["call_ns"])
     if given.out is not None:
         given.out.write_text(json.dumps(figures) + "\n")

@@ -10,13 +10,19 @@ from typing import Final
 from kvtide.observe.tally import CAUSE_NAMES, KIND_NAMES, Cause, Kind
 from kvtide.units import format_size
 
-__all__ = ["event_text", "log_event", "set_up"]
+__all__ = ["LOGGED", "event_text", "log_event", "set_up"]
 
 _log: Final = logging.getLogger("kvtide.events")
 _MATTERS: Final = {Kind.WAIT, Kind.RESUME, Kind.QUARANTINE, Kind.SPLIT}
 _MATTERING_SHRINKS: Final = {
     *(Cause.OTHERS, Cause.LIMIT, Cause.TRIM, Cause.MIN, Cause.PRIORITY, Cause.RESERVATION),
 }
+LOGGED: Final = frozenset(
+    {(kind, cause) for kind in _MATTERS for cause in range(len(CAUSE_NAMES))}
+    | {(Kind.SHRINK, cause) for cause in _MATTERING_SHRINKS}
+)
+"""Kinds and causes of events that are a line in the log."""
+
 _PLAIN: Final = {
     Kind.GROW: "grows by",
     Kind.REFUSE: "is refused",
@@ -53,7 +59,7 @@ def event_text(kind: int, cause: int, size_bytes: int, detail: int) -> str:
 
 def log_event(name: str, device: str, kind: int, cause: int, size_bytes: int, detail: int) -> None:
     """Log an event of an instance on a device, if it is one that matters."""
-    if kind not in _MATTERS and not (kind == Kind.SHRINK and cause in _MATTERING_SHRINKS):
+    if (kind, cause) not in LOGGED:
         return
     level = logging.WARNING if kind == Kind.QUARANTINE else logging.INFO
     if _log.isEnabledFor(level):

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from kvtide.errors import LedgerBusyError
 from kvtide.ledger import Refusal
-from kvtide.observe.logs import log_event
+from kvtide.observe.logs import LOGGED, log_event
 from kvtide.observe.tallies import sweep
 from kvtide.observe.tally import CAUSE_NAMES, Cause, Kind, Owner, Tally, Verb, tallies_of
 from kvtide.ranks.ranks import Member
@@ -67,9 +67,13 @@ class Journal:
     def note(self, kind: int, cause: int, bytes_of_shape: Sequence[int], detail: int = 0) -> None:
         """An event, with the bytes that a rank of each shape has part in."""
         for uuid, tally, ranks in self._tallies:
-            size_bytes = sum(n * size for n, size in zip(ranks, bytes_of_shape, strict=True))
+            if len(ranks) == 1:  # most often; this may be on the path of every step
+                size_bytes = ranks[0] * bytes_of_shape[0]
+            else:
+                size_bytes = sum(n * size for n, size in zip(ranks, bytes_of_shape, strict=True))
             tally.note(kind, cause, size_bytes, detail)
-            log_event(self.name, uuid, kind, cause, size_bytes, detail)
+            if (kind, cause) in LOGGED:
+                log_event(self.name, uuid, kind, cause, size_bytes, detail)
 
     def evicted(self, cause: int, blocks: int) -> None:
         """Blocks of the prefix cache that were given up; counted only, the engine itself may at
