@@ -95,7 +95,7 @@ def lived(site: Site, server: Server, name: str, *, native: bool) -> Iterator[Li
         left = site.instance(name)
         life.left_records = 0 if left is None else 1
         life.left_bytes = 0 if left is None else left.charged_bytes
-        life.log_errors = tuple(find_errors(Path(server.log)))
+        life.log_errors = tuple(find_errors(Path(server.log), server.end_mark, server.end_noise))
 
 
 def _start(site: Site, server: Server, life: Life) -> None:
@@ -121,10 +121,18 @@ def drop_cache(server: Server, life: Life) -> None:
         life.cache_dropped = False
 
 
-def find_errors(log: Path) -> list[str]:
-    """The first lines of a log that tell of an error."""
+def find_errors(log: Path, end_mark: str = "", end_noise: str = "") -> list[str]:
+    """The first lines of a log that tell of an error.
+
+    From the line with `end_mark` on, those that match `end_noise` are the engine's own way to end.
+    """
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    found = [x for x in lines if _ERRORS.search(x) and not _HARMLESS.search(x)]
+    ending, found = False, []
+    for line in lines:
+        ending = ending or bool(end_mark and end_mark in line)
+        noise = _HARMLESS.search(line) or (ending and end_noise and re.search(end_noise, line))
+        if _ERRORS.search(line) and not noise:
+            found.append(line)
     return found[:_SHOWN]
 
 

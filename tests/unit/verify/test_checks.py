@@ -14,6 +14,7 @@ from kvtide.verify.limit_case import LimitRecord, judge_limit
 from kvtide.verify.model_case import PHASES, judge_model
 from kvtide.verify.order_case import ORDERS, OrderRecord, judge_order
 from kvtide.verify.pair_case import PairRecord, judge_pair
+from kvtide.verify.servers import Server
 
 SIZES = {"gen_seq": 9, "gen_conc": 9, "contexts": 2}
 
@@ -149,6 +150,16 @@ def test_what_counts_as_an_error_in_a_log(tmp_path, line, bad):
     log.write_text(f"INFO one\n{line}\nINFO two\n")
     assert find_errors(log) == ([line] if bad else [])
     assert find_errors(tmp_path / "none") == []
+
+
+def test_what_an_engine_says_of_its_own_end_is_no_error_once_it_ends(tmp_path):
+    log = tmp_path / "log"
+    handler = "ERROR 11-29 [async_llm.py:843] AsyncLLM output_handler failed."
+    other = "ERROR 11-29 [core.py:12] it broke"
+    log.write_text("\n".join([handler, "INFO [shutdown] API server: triggered", handler, other]))
+    mark, noise = Server.end_mark, Server.end_noise
+    assert find_errors(log, mark, noise) == [handler, other]
+    assert find_errors(log) == [handler, handler, other]
 
 
 # Tokens in lower precision ---------------------------------------------------------------------

@@ -62,6 +62,8 @@ class Device:
 class Engine:
     """Answers with the last letters or ids of a prompt; caches everything."""
 
+    end_mark, end_noise = "", ""
+
     def __init__(self, device, name, *, starts=True, keeps=False, dies=False):
         self.device, self.name, self.log = device, name, f"/no/such/{name}.log"
         self.starts, self.keeps, self.dies = starts, keeps, dies
