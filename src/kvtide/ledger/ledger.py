@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +12,9 @@ from kvtide.ledger.account import Account
 from kvtide.ledger.creation import spec_of
 from kvtide.ledger.directory import ledger_path, ledgers_in
 from kvtide.ledger.file import LedgerFile
-from kvtide.ledger.holdings import anybody_needs, charge_of, demands_now, waiting
+from kvtide.ledger.holdings import waiting
 from kvtide.ledger.instance import Instance
+from kvtide.ledger.owing import ask_demands, end_trim, may_owe, trims
 from kvtide.ledger.reading import Observer, take_snapshot
 from kvtide.ledger.records import DeviceSpec, Snapshot, Terms
 from kvtide.ledger.registration import add_instance, add_pool
@@ -181,8 +181,7 @@ class Ledger:
         Wakes who waits, and where this process holds a pool takes the sample that finds what the
         dead left. 0 too when the ledger is busy.
         """
-        if self.file.closed is not None:
-            raise LedgerError(self.file.closed)
+        self._check_open()
         ended = self.end_dead()
         if ended and self._held:
             self._held[0].sample()
@@ -213,33 +212,23 @@ class Ledger:
 
     def sample(self, sampler: Callable[[], int]) -> bool:
         """Measure free memory in a process that holds no pool yet; as `Account.sample`."""
-        if self.file.closed is not None:
-            raise LedgerError(self.file.closed)
+        self._check_open()
         return take_sample(self, sampler)
 
     def is_trimming(self, key: str) -> bool:
         """Whether an instance has not done yet what `ask_to_trim` asked of it."""
         slot, generation = _parse(key, w.MAX_INSTANCES)
         words, at = self.file.words, w.instance_at(slot)
-        asks: bool = words[at + w.I_TRIM_ASKED] != words[at + w.I_TRIM_DONE]
-        return asks and words[at] == generation
+        return trims(words, at) and bool(words[at] == generation)
 
     def end_trim(self, instance: Instance) -> None:
         """The instance can give no more of what it was asked to."""
-        words, at = self.file.words, w.instance_at(instance.slot)
-        words[at + w.I_TRIM_DONE] = words[at + w.I_TRIM_ASKED]
+        end_trim(self.file.words, w.instance_at(instance.slot))
 
     def is_owing(self, instance: Instance) -> bool:
         """Whether something may be demanded of an instance: for every step, without the lock."""
-        if self.file.closed is not None:
-            raise LedgerError(self.file.closed)
-        words, at = self.file.words, w.instance_at(instance.slot)
-        limit_bytes = words[at + w.I_LIMIT]
-        if words[at + w.I_TRIM_ASKED] != words[at + w.I_TRIM_DONE]:
-            return True
-        if limit_bytes != w.NONE and limit_bytes < charge_of(words, instance.slot):
-            return True
-        return anybody_needs(words)
+        self._check_open()
+        return may_owe(self.file.words, instance.slot)
 
     def snapshot(self) -> Snapshot:
         """The ledger at one moment, without its lock.
@@ -249,8 +238,7 @@ class Ledger:
         LedgerBusyError
             It kept changing.
         """
-        if self.file.closed is not None:
-            raise LedgerError(self.file.closed)
+        self._check_open()
         return take_snapshot(self.file.raw, self.file.words, self.file.is_leased)
 
     def demand(self, instance: Instance) -> int:
@@ -268,22 +256,14 @@ class Ledger:
         is asked. Asking answers a call, so holders who do not ask are passed over. Cheap when
         nobody needs anything.
         """
-        if self.file.closed is not None:
-            raise LedgerError(self.file.closed)
-        words, at = self.file.words, w.instance_at(instance.slot)
-        words[at + w.I_ANSWERED_NS] = time.monotonic_ns()
-        asked = words[at + w.I_TRIM_ASKED]
-        trims = asked != words[at + w.I_TRIM_DONE]
-        limited = words[at + w.I_LIMIT] != w.NONE
-        if not limited and not trims and not anybody_needs(words):
-            return Demand()
-        found = demands_now(words)
-        if trims and instance.slot not in found:
-            # Down to what it was asked for, or to what it can.
-            words[at + w.I_TRIM_DONE] = asked
-        return found.get(instance.slot, Demand())
+        self._check_open()
+        return ask_demands(self.file.words, instance.slot)
 
     # ---- for the parts of this package ----
+
+    def _check_open(self) -> None:
+        if self.file.closed is not None:
+            raise LedgerError(self.file.closed)
 
     def try_to_end_dead(self) -> None:
         """For closing, which must not fail because the file was removed or replaced."""
