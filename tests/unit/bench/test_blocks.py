@@ -6,7 +6,8 @@ pytest.importorskip("vllm")
 
 from kvtide.bench.blocks import measure_blocks
 
-pytestmark = pytest.mark.torch
+# vLLM and torch warn of themselves as they are imported.
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 @pytest.mark.parametrize("caching", [False, True])
