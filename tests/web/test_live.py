@@ -150,6 +150,7 @@ def test_two_engines_on_the_page(servers, directory, browser, tmp_path):
         assert row(browser, "chat")
         assert console_errors(browser) == []
     finally:
+        browser.get("about:blank")
         served.close()
         recording.send_signal(signal.SIGINT)
         said = recording.communicate(timeout=60)[0]
