@@ -87,10 +87,11 @@ _KINDS = {
     ),
     "qwen2": _Kind("qwen2", {}),
     "gemma3": _Kind("gemma3_text", _GEMMA3),
-    # SGLang keeps the windows of any model that says so in a pool of their own.
-    "gemma3-hybrid": _Kind(
-        "gemma3_text",
+    # SGLang keeps the windows of a model that says so in a pool of their own.
+    "cohere2": _Kind(
+        "cohere2",
         {**_GEMMA3, "is_hybrid_swa": True, "hybrid_layer_pattern": [1, 1, 1, 0]},
+        without=("tie_word_embeddings",),
     ),
     "lfm2": _Kind(
         "lfm2",
@@ -146,6 +147,7 @@ _KINDS = {
         {
             **_DEEPSEEK,
             "first_k_dense_replace": 4,
+            "moe_layer_freq": 1,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,

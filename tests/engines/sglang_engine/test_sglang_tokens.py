@@ -38,8 +38,8 @@ CASES = {
     "llama": Case("llama-wide", 96 * MIB, requests=24),
     "llama-page16": Case("llama-wide", 96 * MIB, ("--page-size", "16"), requests=24),
     "mla": Case("deepseek-dense", 32 * MIB, requests=12),
-    "gemma3": Case("gemma3", 32 * MIB),
-    "windows": Case("gemma3-hybrid", 48 * MIB, ("--swa-full-tokens-ratio", "0.5")),
+    "gemma3": Case("gemma3", 32 * MIB, requests=40),
+    "windows": Case("cohere2", 48 * MIB, ("--swa-full-tokens-ratio", "0.5"), requests=40),
     "lfm2": Case("lfm2", 48 * MIB),
 }
 
