@@ -61,6 +61,7 @@ def test_idle_without_prefix_caching_almost_nothing_remains(neighbour: Neighbour
     until(lambda: fleet.held_bytes() == fleet.charge("b"), 2, "the kernel says so too")
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("loaded", [False, True], ids=["idle", "loaded"])
 @pytest.mark.parametrize("role", ROLES)
 def test_a_killed_process_takes_its_server_along(

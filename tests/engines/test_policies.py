@@ -31,6 +31,7 @@ from kvtide.verify.client import metric, post
 from kvtide.verify.servers import Server
 
 pytestmark = [
+    pytest.mark.timed,
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]

@@ -150,6 +150,7 @@ def test_ranks_stay_in_step_when_one_device_is_starved(two_devices: DeviceForEac
     assert server.healthy()
 
 
+@pytest.mark.timed
 def test_a_server_that_loses_any_process_is_gone_and_its_neighbour_has_the_memory(
     make_fleet: Callable[[int], Fleet],
 ) -> None:
