@@ -25,7 +25,7 @@ from typing import Any
 from kvtide.bench.machine import machine
 from kvtide.device.base import DeviceInfo, Handle
 from kvtide.observe.tally import Cause, Kind, Owner, Tally, Verb
-from kvtide.ranks.journal import Journal
+from kvtide.ranks.endpoint import endpoint_of
 from kvtide.units import MIB
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -231,16 +231,23 @@ def _nothing(*_: object) -> None:
     """In place of counting."""
 
 
-class Switch:
-    """Turns noting off and on again, in all journals and tallies of this process."""
+class Mute:
+    """In place of a journal."""
 
-    def __init__(self) -> None:
-        of = ((Journal, ("note", "evicted")), (Tally, ("count", "note", "time")))
-        self._on = [(kind, name, vars(kind)[name]) for kind, names in of for name in names]
+    note = evicted = waits = resumes = close = staticmethod(_nothing)
+
+
+class Switch:
+    """Turns noting off and on. Objects are exchanged: a class that changes slows all calls."""
+
+    def __init__(self, memory: Any, timed: Any) -> None:
+        self._memory, self._timed = memory, timed
+        self._journals = (Mute(), memory.journal)
+        self._times = (_nothing, timed._time)
 
     def set(self, on: bool) -> None:
-        for kind, name, method in self._on:
-            setattr(kind, name, method if on else _nothing)
+        self._memory.journal = self._memory.changes.journal = self._journals[on]
+        self._timed._time = self._times[on]
 
 
 def _each_ns() -> dict[str, float]:
@@ -280,7 +287,10 @@ def measure(steps: int, running: int, seed: int) -> dict[str, Any]:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         scheduler = _scheduler(stack, directory)
         stack.callback(scheduler.tide.close)
-        load, switch, dice = Load(scheduler, running, seed), Switch(), random.Random(seed)
+        load, dice = Load(scheduler, running, seed), random.Random(seed)
+        memory = scheduler.tide.memory
+        endpoint = endpoint_of(memory.ranks.members[0].account.key)
+        switch = Switch(memory, endpoint.memory._timed)
         environ = os.environ | {"KVTIDE_DIR": str(directory / "ledgers")}
         command = [sys.executable, "-c", "from kvtide.cli import main; main()"]
         record = [*command, "record", "-o", str(directory / "trace.json")]
@@ -290,7 +300,7 @@ def measure(steps: int, running: int, seed: int) -> dict[str, Any]:
         for _ in range(300):
             load.step()
         took: dict[bool, list[int]] = {True: [], False: []}
-        tally = scheduler.tide.memory.journal._tallies[0][1]
+        tally = memory.journal._tallies[0][1]
         before, counted = tally._head, sum(tally._counts[::2])
         while min(map(len, took.values())) < steps:
             on = dice.random() < 0.5

@@ -65,12 +65,19 @@ class Journal:
         self._waits_since_ns = 0
 
     def note(self, kind: int, cause: int, bytes_of_shape: Sequence[int], detail: int = 0) -> None:
-        """An event, with the bytes that a rank of each shape has part in."""
+        """An event, with the bytes that a rank of each shape has part in.
+
+        What is refused while the engine waits already is counted only: it may be at every step.
+        """
+        again = self._waits_since_ns and (kind == Kind.MISS or kind == Kind.REFUSE)
         for uuid, tally, ranks in self._tallies:
             if len(ranks) == 1:  # most often; this may be on the path of every step
                 size_bytes = ranks[0] * bytes_of_shape[0]
             else:
                 size_bytes = sum(n * size for n, size in zip(ranks, bytes_of_shape, strict=True))
+            if again:
+                tally.count(kind, cause, size_bytes)
+                continue
             tally.note(kind, cause, size_bytes, detail)
             if (kind, cause) in LOGGED:
                 log_event(self.name, uuid, kind, cause, size_bytes, detail)

@@ -61,6 +61,7 @@ def test_a_miss_is_a_refusal_and_a_wait_that_ends(world):
     (reading,) = readings(world, "engine")
     assert reading.counts[("refuse", "budget")].times >= 1
     assert reading.counts[("miss", "budget")].times == 3
+    assert [e.kind for e in reading.events].count("miss") == 1
     assert reading.counts[("wait", "need")].times == 1
     assert ("resume", "need") not in reading.counts
     world.memories["paper-0"].foreign_bytes = 0
