@@ -22,7 +22,7 @@ _VARIABLE = "KVTIDE_INTERNAL_SEATS"
 _MIN_MARGIN_BYTES = 512 * MIB
 _MARGIN_SHARE = 100
 # How long the outermost process, itself at its end, waits for the others to be gone.
-_LEAVING_SECONDS = 2.0
+_LEAVING_SECONDS = 10.0
 
 # Kept for the life of this process: with them its leases would end.
 _taken: list[tuple[Ledger, Instance]] = []
