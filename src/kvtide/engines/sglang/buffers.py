@@ -43,6 +43,10 @@ def geometry_of(
     strips, offsets, end = [], [], 0
     for buffer in buffers:
         offset = -(-end // granularity_bytes) * granularity_bytes
+        offsets.append(offset)
+        if buffer.size_bytes == 0:
+            # Such as the part of a state that a model does not have.
+            continue
         layer_bytes, rest = divmod(buffer.size_bytes, buffer.layers)
         assert rest == 0
         rows = buffer.shape[0 if buffer.layers == 1 else 1]
@@ -50,7 +54,6 @@ def geometry_of(
         block_bytes = layer_bytes // rows * (rows // blocks_total)
         for layer in range(buffer.layers):
             strips.append(Strip(offset + layer * layer_bytes, block_bytes, block_bytes))
-        offsets.append(offset)
         end = offset + buffer.size_bytes
     granules = -(-end // granularity_bytes)
     return (
