@@ -2,7 +2,8 @@
 # given python3 (3.10 or newer) with venv, and network or a pip configuration that stands for it.
 #
 #   make demo     two real vLLM servers share one small device, and you see memory move
-#   make test     `quick`, then the tests that start real vLLM engines
+#   make test     `quick`, then vLLM's own code beside ours and two real servers on one device
+#   make engines  all tests that start real vLLM engines
 #   make test-timed   those that hold a bar of seconds: on a machine with nothing else to do
 #   make test-sglang  those that start SGLang, in an environment of its own
 #   make verify   the whole correctness matrix against native vLLM, with a report in verify-out
@@ -21,7 +22,7 @@ PYTEST := -p no:cacheprovider --timeout 120
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-timed test-sglang test-web verify quick format engines clean
+.PHONY: demo test test-timed test-sglang test-web verify quick core engines format clean
 
 demo: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide demo --out demo-out
@@ -29,7 +30,7 @@ demo: $(ENGINE)/.done
 verify: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide verify --out verify-out
 
-test: quick engines
+test: quick core
 
 quick: $(DEV)/.done
 	$(DEV)/bin/ruff format --check .
@@ -39,9 +40,14 @@ quick: $(DEV)/.done
 	$(DEV)/bin/python -m pytest $(PYTEST) -m "not torch and not engine" \
 		tests/unit tests/properties tests/model
 
-# One engine at a time, since two cores are enough for one; each test has a limit of its own.
-engines: $(ENGINE)/.done
+# What needs an engine's packages, and two real servers that share a device.
+core: $(ENGINE)/.done
 	$(ENGINE)/bin/python -m pytest $(PYTEST) -m torch tests/unit tests/properties
+	$(ENGINE)/bin/python -m pytest $(PYTEST) --timeout 900 \
+		tests/engines/test_sizing_vllm.py tests/engines/test_sharing.py
+
+# All that starts vLLM, but for what holds a bar of seconds; each test has a limit of its own.
+engines: $(ENGINE)/.done
 	$(ENGINE)/bin/python -m pytest $(PYTEST) --timeout 900 -m "not timed" tests/engines
 
 # What must happen within a second: for a machine with nothing else to do.
