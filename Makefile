@@ -43,7 +43,7 @@ quick: $(DEV)/.done
 # What needs an engine's packages, and two real servers that share a device.
 core: $(ENGINE)/.done
 	$(ENGINE)/bin/python -m pytest $(PYTEST) -m torch tests/unit tests/properties
-	$(ENGINE)/bin/python -m pytest $(PYTEST) --timeout 900 \
+	$(ENGINE)/bin/python -m pytest $(PYTEST) --timeout 900 -m "not timed" \
 		tests/engines/test_sizing_vllm.py tests/engines/test_sharing.py
 
 # All that starts vLLM, but for what holds a bar of seconds; each test has a limit of its own.

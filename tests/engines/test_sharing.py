@@ -127,6 +127,8 @@ def test_a_prompt_as_long_as_the_budget_allows_gets_in(pair: Pair) -> None:
     assert sampler.peak("a") == most_bytes
 
 
+# Both must press at the same time, which two starved cores do not always let them.
+@pytest.mark.timed
 def test_joint_need_beyond_the_budget_is_served_within_it(pair: Pair) -> None:
     forget(pair)
     prompts = prompts_of(7, 32, 200, 500)
