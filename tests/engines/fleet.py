@@ -219,7 +219,7 @@ def likeliest(server: Server, prompt: Sequence[int]) -> dict[int, float]:
         json.dumps(asked).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         (best,) = json.load(answer)["choices"][0]["logprobs"]["top_logprobs"]
     return {int(token.removeprefix("token_id:")): value for token, value in best.items()}
 
@@ -230,7 +230,7 @@ def rpc(server: Server, method: str, *arguments: str) -> Any:
     request = urllib.request.Request(
         f"{server.url}/collective_rpc", body, {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         return json.load(answer)["results"][0]
 
 

@@ -14,6 +14,7 @@ from fleet import (
     ask,
     ask_together,
     assert_within_budget,
+    likeliest,
     prompts_of,
     rpc,
     tokens_of,
@@ -49,21 +50,22 @@ CASES = [
     # Prefix caching, so that states are kept along the way: else a request has one block for ever.
     Case(
         "mamba2",
-        32 * MIB,
-        48,
+        20 * MIB,
+        64,
         ("--enable-prefix-caching", "--mamba-cache-mode", "align", "--block-size", "64"),
+        max_tokens=200,
     ),
 ]
 
 
 class Trio(NamedTuple):
-    """Two servers under kvtide, and what a native one answered, by the prompt's place."""
+    """Two servers under kvtide, and what a native one answered."""
 
     case: Case
     fleet: Fleet
     servers: tuple[Server, Server]
     prompts: list[list[int]]
-    native: dict[int, tuple[int, ...]]
+    native: list[tuple[int, ...]]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.kind)
@@ -74,25 +76,47 @@ def trio(request: pytest.FixtureRequest, make_fleet: Callable[[int], Fleet]) -> 
     prompts = prompts_of(7, case.requests, case.shortest, case.longest)
     reference = fleet.start(case.kind, None, *arguments).wait_ready()
     native = tokens_of(ask(reference, prompts, case.max_tokens))
-    # In 16 bits some tokens hang on how requests are batched: native differs from itself there.
-    few_at_once = tokens_of(ask(reference, prompts, case.max_tokens, concurrency=4))
-    steady = [i for i, tokens in enumerate(native) if tokens == few_at_once[i]]
-    assert len(steady) >= (len(prompts) if dtype_of(case.kind) == "float32" else 40)
     reference.stop()
     servers = tuple(fleet.start(case.kind, name, *arguments) for name in ("a", "b"))
     for server in servers:
         server.wait_ready()
-    yield Trio(case, fleet, servers, prompts, {i: native[i] for i in steady})
+    yield Trio(case, fleet, servers, prompts, native)
     fleet.stop()
+
+
+def exact(case: Case) -> bool:
+    """Whether tokens are the same however requests are batched; in 16 bits they need not be."""
+    return dtype_of(case.kind) == "float32"
+
+
+def assert_tie(trio: Trio, place: int, tokens: tuple[int, ...]) -> None:
+    """Where an answer leaves the native one, both tokens are within a rounding of the best."""
+    native = trio.native[place]
+    at = next(k for k, pair in enumerate(zip(native, tokens, strict=True)) if len(set(pair)) > 1)
+    post(trio.servers[0].url, "/reset_prefix_cache")
+    best = likeliest(trio.servers[0], [*trio.prompts[place], *native[:at]])
+    print(f"prompt {place} differs at token {at}: {native[at]}, {tokens[at]}; likeliest are {best}")
+    first, second = best[native[at]], best[tokens[at]]
+    # One step of bfloat16 between 16 and 32, where the logits of these models are.
+    assert abs(first - second) <= 0.126
 
 
 def test_tokens_are_native_under_a_budget_that_forces_preemption(trio: Trio) -> None:
     with Sampler(trio.fleet) as sampler:
         rounds = [ask_together(trio.servers, trio.prompts, trio.case.max_tokens) for _ in range(2)]
-    for answers in rounds:
-        for of_server in answers:
-            tokens = tokens_of(of_server)
-            assert {i: tokens[i] for i in trio.native} == trio.native
+    given = [tokens_of(of_server) for answers in rounds for of_server in answers]
+    if exact(trio.case):
+        assert all(tokens == trio.native for tokens in given)
+    else:
+        different = {
+            (i, tokens[i])
+            for tokens in given
+            for i in range(len(trio.prompts))
+            if tokens[i] != trio.native[i]
+        }
+        assert len(different) <= 4
+        for i, tokens in sorted(different):
+            assert_tie(trio, i, tokens)
     assert_within_budget(sampler.samples)
     preemptions = [metric(s.url, "vllm:num_preemptions_total") for s in trio.servers]
     print(f"preemptions: {preemptions}")
