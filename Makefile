@@ -22,7 +22,7 @@ PYTEST := -p no:cacheprovider --timeout 120
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-timed test-sglang test-web verify quick core engines format clean
+.PHONY: demo test test-timed test-sglang test-web verify quick core sizing-sglang engines format clean
 
 demo: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide demo --out demo-out
@@ -30,7 +30,7 @@ demo: $(ENGINE)/.done
 verify: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide verify --out verify-out
 
-test: quick core
+test: quick core sizing-sglang
 
 quick: $(DEV)/.done
 	$(DEV)/bin/ruff format --check .
@@ -45,6 +45,11 @@ core: $(ENGINE)/.done
 	$(ENGINE)/bin/python -m pytest $(PYTEST) -m torch tests/unit tests/properties
 	$(ENGINE)/bin/python -m pytest $(PYTEST) --timeout 900 -m "not timed" \
 		tests/engines/test_sizing_vllm.py tests/engines/test_sharing.py
+
+# The same plans beside SGLang's own code, in its environment; its modules warn as they load.
+sizing-sglang: $(OTHER)/.done
+	SGLANG_USE_CPU_ENGINE=1 $(OTHER)/bin/python -m pytest $(PYTEST) -W default --timeout 900 \
+		tests/engines/test_sizing_sglang.py
 
 # All that starts vLLM, but for what holds a bar of seconds; each test has a limit of its own.
 engines: $(ENGINE)/.done
