@@ -118,3 +118,30 @@ def test_memory_is_released_on_request_and_it_serves_again_when_resumed(pair: Pa
     assert pair.fleet.held_bytes() == sum(pool.figures.pinned_bytes for pool in pools)
     call(pair.server, "/resume_memory_occupation", {"tags": ["kv_cache"]})
     assert tokens_of(pair.server.ask(pair.prompts[:2], pair.case.max_tokens)) == pair.native[0][:2]
+
+
+def test_states_come_and_go_as_keys_and_values_do(pair: Pair) -> None:
+    if pair.case.kind != "lfm2":
+        pytest.skip("this model has no recurrent states")
+
+    def states():
+        (pool,) = (p for p in pair.fleet.instance("a").pools if p.name == "state")
+        return pool
+
+    pair.server.drop_cache()
+    at_first = states().mapped_bytes
+    assert at_first == states().figures.pinned_bytes
+    # Every one of them leaves a state in the cache: more than what is mapped at all times holds.
+    short = prompts_of(13, 1150, 8, 12)
+    first = tokens_of(pair.server.ask(short, 2, concurrency=60))
+    grown = states().mapped_bytes
+    cached = states().figures.blocks_cached
+    print(f"states: {at_first >> 20} MiB mapped at first, {grown >> 20} MiB with {cached} cached")
+    assert grown > at_first
+    assert cached > 1023
+    again = pair.server.ask(short[:60], 2)
+    assert tokens_of(again) == first[:60]
+    pair.server.drop_cache()
+    assert states().mapped_bytes == at_first
+    assert tokens_of(pair.server.ask(short[:60], 2)) == first[:60]
+    assert "memory leak" not in pair.server.log.read_text()
