@@ -31,14 +31,27 @@ class ElasticPrefillAdder(PrefillAdder):  # type: ignore[misc]
             return total
         return total + tide.growable
 
-    def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
-        """Choose a prompt or say why not."""
+    def _takes(self, req: Any) -> int:
+        """Slots that a prompt takes in this batch: all of it, or as much as a chunk may have."""
         tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
         if self.rem_chunk_tokens is not None:
             tokens = min(tokens, self.rem_chunk_tokens)
-        self._now = self.ceil_paged_tokens(tokens) + self.page_size
+        return int(self.ceil_paged_tokens(tokens)) + int(self.page_size)
+
+    def add_chunked_req(self, req: Any) -> Any:
+        """Take up more of a prompt."""
+        self._now = self._takes(req)
         try:
-            return super().add_one_req(req, *args, **kwargs)
+            return super().add_chunked_req(req)
+        finally:
+            self._now = None
+
+    def add_one_req(self, req: Any, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
+        """Choose a prompt or say why not."""
+        # Beside a prompt that could not be taken up whole none may begin that cannot either.
+        self._now = None if has_chunked_req else self._takes(req)
+        try:
+            return super().add_one_req(req, has_chunked_req, *args, **kwargs)
         finally:
             self._now = None
 
