@@ -260,8 +260,9 @@ def test_prompts_that_cannot_be_backed_after_all_wait(sglang_fleet, prompts, nat
     log = server.log.read_text()
     assert log.count("prompts wait, there is no memory for them") >= 9
     # Found in the cache as if nothing had happened, and no slot is lost.
-    again = server.ask(prompts[:4], TOKENS)
-    assert tokens_of(again) == native[:4]
+    for _ in range(2):
+        again = server.ask(prompts[:4], TOKENS)
+        assert tokens_of(again) == native[:4]
     assert all(a.cached_tokens for a in again)
     server.drop_cache()
     assert "memory leak" not in server.log.read_text()
