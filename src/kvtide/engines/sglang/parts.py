@@ -115,9 +115,8 @@ def _index(pool: Any) -> int:
 
 
 def _rank() -> int:
-    from sglang.srt.distributed import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())
+    # Of all: there is no other parallelism than that of tensors.
+    return int(torch.distributed.get_rank())
 
 
 def _open(
