@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ def activate() -> None:
         family.join()
     except KvtideError as error:
         family.end_server(error)
+    # From 0.5.23 on SGLang prefers the one in Rust, which does not tell what lies where.
+    os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
     _hook_server()
     _hook_pools()
     _hook_scheduler()
