@@ -90,15 +90,17 @@ def exact(case: Case) -> bool:
 
 
 def assert_tie(trio: Trio, place: int, tokens: tuple[int, ...]) -> None:
-    """Where an answer leaves the native one, both tokens are within a rounding of the best."""
+    """Where an answer leaves the native one, its token is the best of the same context, or as good.
+
+    So it is what native gives too where it computes that context anew, as it must after preemption.
+    """
     native = trio.native[place]
     at = next(k for k, pair in enumerate(zip(native, tokens, strict=True)) if len(set(pair)) > 1)
     post(trio.servers[0].url, "/reset_prefix_cache")
     best = likeliest(trio.servers[0], [*trio.prompts[place], *native[:at]])
     print(f"prompt {place} differs at token {at}: {native[at]}, {tokens[at]}; likeliest are {best}")
-    first, second = best[native[at]], best[tokens[at]]
     # One step of bfloat16 between 16 and 32, where the logits of these models are.
-    assert abs(first - second) <= 0.126
+    assert best[tokens[at]] >= max(best.values()) - 0.126
 
 
 def test_tokens_are_native_under_a_budget_that_forces_preemption(trio: Trio) -> None:

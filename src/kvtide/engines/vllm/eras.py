@@ -1,4 +1,4 @@
-"""How vLLM lays its KV cache out, one reader an era, chosen once by what the engine has."""
+"""What differs between vLLM's eras, chosen once by what the engine has: KV layout, queues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from kvtide.errors import UnsupportedError
 from kvtide.pool import Geometry, Strip
 
-__all__ = ["CacheLayout", "choose_reader", "read_layout"]
+__all__ = ["CacheLayout", "choose_reader", "read_layout", "waiting_queues"]
 
 
 class CacheLayout(NamedTuple):
@@ -143,4 +143,26 @@ def choose_reader() -> _Reader:
     raise UnsupportedError(
         f"vLLM {vllm.__version__} describes its KV cache by {sorted(_FIELDS)}, which kvtide does "
         "not know; vLLM 0.20 to 0.33 are known"
+    )
+
+
+# What holds the requests that wait, the first to be taken up first: to 0.31, and from 0.32 on.
+_QUEUES = (("waiting", "skipped_waiting"), ("kv_holding_waiting", "waiting"))
+
+
+def waiting_queues(scheduler: Any) -> Callable[[], tuple[Any, ...]]:
+    """A call that gives the queues of this vLLM's scheduler, as they are then.
+
+    Raises
+    ------
+    UnsupportedError
+        It has none that are known.
+    """
+    for names in _QUEUES:
+        if vars(scheduler).keys() >= set(names):
+            return lambda: tuple(vars(scheduler)[name] for name in names)
+    raise UnsupportedError(
+        f"the scheduler of vLLM {vllm.__version__} keeps the requests that wait in no place that "
+        f"kvtide knows ({' or '.join(' and '.join(names) for names in _QUEUES)}); 0.28 to 0.32 are "
+        "supported"
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
+
+from kvtide.engines.vllm.eras import waiting_queues
 
 __all__ = ["Need"]
 
@@ -27,6 +29,7 @@ class Need:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
+        self._queues = waiting_queues(scheduler)
         self._batch_tokens = scheduler.max_num_scheduled_tokens
         self._groups = [
             self._read(g.kv_cache_spec) for g in scheduler.kv_cache_config.kv_cache_groups
@@ -51,13 +54,17 @@ class Need:
             needed += self._for_more(request.num_computed_tokens, ahead)
         room = scheduler.max_num_running_reqs - len(scheduler.running)
         tokens = self._batch_tokens
-        for request in chain(scheduler.waiting, scheduler.skipped_waiting):
+        for request in chain(*self._queues()):
             if room <= 0 or tokens <= 0:
                 break
             room -= 1
             tokens -= request.num_tokens
             needed += self._for_more(0, request.num_tokens + _STEPS_AHEAD)
         return needed
+
+    def heads(self) -> list[Any]:
+        """The requests at the heads of the queues."""
+        return [request for queue in self._queues() for request in islice(queue, 1)]
 
     def least(self, tokens: int) -> int:
         """Blocks without which no request of so many tokens can run, all groups together."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -149,7 +148,7 @@ class Tide:
         memory, scheduler = self.memory, self._scheduler
         if self._shortfall:
             self._find_hopeless()
-            self.hopeless |= self._overdue.find(self._heads())
+            self.hopeless |= self._overdue.find(self._need.heads())
             if time.monotonic() >= self._missed_at:
                 desired = max(self._shortfall, self._need.blocks() - memory.free_count)
                 if not memory.grow_for(self._shortfall, desired):
@@ -191,15 +190,10 @@ class Tide:
 
     def _find_hopeless(self) -> None:
         """Note the requests at the head of the queue for which the memory can never come."""
-        for request in self._heads():
+        for request in self._need.heads():
             text = why_never(self.memory, self._need.least(request.num_tokens))
             if text is not None:
                 self.hopeless[request.request_id] = f"{request.num_tokens} tokens take {text}"
-
-    def _heads(self) -> list[Any]:
-        """The requests at the head of the queue."""
-        queues = (self._scheduler.waiting, self._scheduler.skipped_waiting)
-        return [request for queue in queues for request in itertools.islice(queue, 1)]
 
     # Between steps -----------------------------------------------------------------------------
 
