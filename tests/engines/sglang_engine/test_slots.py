@@ -20,7 +20,14 @@ import torch
 from kvtide.device import open_device
 from kvtide.engines.seats import spec_of
 from kvtide.engines.sglang.allocators import Conserving
-from kvtide.engines.sglang.buffers import Answered, Buffer, geometry_of, list_buffers
+from kvtide.engines.sglang.buffers import (
+    Answered,
+    Buffer,
+    geometry_of,
+    layered,
+    list_buffers,
+    state_buffers,
+)
 from kvtide.engines.sglang.cached import cached_by
 from kvtide.engines.sglang.memory import SlotMemory, Slots
 from kvtide.engines.sglang.parts import Part
@@ -298,3 +305,40 @@ def test_a_pool_whose_buffers_are_asked_for_otherwise_is_refused(world: World) -
         torch.zeros((5, 2), dtype=torch.int8)
     with pytest.raises(UnsupportedError, match="did not ask for 1 of the buffers"):
         answered.check("kv")
+
+
+@pytest.mark.parametrize(
+    ("shape", "slots", "pages", "axis"),
+    [
+        ((101, 8, 64), 101, 101, 0),
+        ((1616, 8, 64), 1616, 101, 0),
+        ((101, 8, 16, 64), 1616, 101, 0),
+        ((2, 1616, 8, 64), 1616, 101, 1),
+        ((2, 101, 8, 16, 64), 1616, 101, 1),
+    ],
+    ids=["slots", "paged", "pages", "halves", "halves of pages"],
+)
+def test_where_the_rows_of_a_buffer_lie(shape, slots, pages, axis) -> None:
+    buffer = layered(Buffer(shape, torch.float32), slots, pages)
+    assert buffer.axis == axis
+    geometry, _ = geometry_of([buffer], pages, 2 * MIB)
+    assert len(geometry.strips) == buffer.layers
+    assert geometry.block_bytes * pages == buffer.size_bytes
+
+
+def test_a_buffer_of_another_shape_is_refused() -> None:
+    from kvtide.errors import UnsupportedError
+
+    with pytest.raises(UnsupportedError, match="a layout that kvtide does not know"):
+        layered(Buffer((8, 64, 101), torch.float32), 101, 101)
+
+
+def test_states_of_one_layer_or_several_and_parts_of_no_size() -> None:
+    shape = SimpleNamespace(conv=[(256, 2), (16, 2)], temporal=(0, 4))
+    dtype = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
+    parameters = SimpleNamespace(shape=shape, dtype=dtype)
+    for layers in (1, 3):
+        geometry, offsets = geometry_of(state_buffers(parameters, layers, 9), 10, 2 * MIB)
+        assert len(geometry.strips) == 2 * layers
+        assert geometry.block_bytes == layers * (256 + 16) * 2 * 2
+        assert len(offsets) == 3

@@ -61,6 +61,7 @@ def scheduler(**more) -> SimpleNamespace:
         "chunked_prefill_size": 300,
         "max_running_requests": 4,
         "waiting_queue": [],
+        "tree_cache": SimpleNamespace(),
     }
     return SimpleNamespace(**(values | more))
 

@@ -13,18 +13,23 @@ from kvtide.memory.tensors import tensor_over
 from kvtide.pool import Geometry, Strip
 from kvtide.ranks.memory import RankMemory
 
-__all__ = ["Answered", "Buffer", "Listed", "geometry_of", "state_buffers"]
+__all__ = ["Answered", "Buffer", "geometry_of", "layered", "list_buffers", "state_buffers"]
 
 
 class Buffer(NamedTuple):
-    """One allocation: its shape, its dtype, and how many of its outermost parts are layers.
+    """One allocation: its shape, its dtype, and along which axis its rows lie.
 
-    A buffer of one layer is `(rows, ...)`; one of several is `(layers, rows, ...)`.
+    Rows are blocks or slots: `(rows, ...)`, or with an axis before them `(layers, rows, ...)`.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layers: int = 1
+    axis: int = 0
+
+    @property
+    def layers(self) -> int:
+        """How often all rows are there."""
+        return self.shape[0] if self.axis else 1
 
     @property
     def size_bytes(self) -> int:
@@ -49,7 +54,7 @@ def geometry_of(
             continue
         layer_bytes, rest = divmod(buffer.size_bytes, buffer.layers)
         assert rest == 0
-        rows = buffer.shape[0 if buffer.layers == 1 else 1]
+        rows = buffer.shape[buffer.axis]
         # What lies behind the last whole block is in no block, but in the arena.
         block_bytes = layer_bytes // rows * (rows // blocks_total)
         for layer in range(buffer.layers):
@@ -62,14 +67,35 @@ def geometry_of(
     )
 
 
+def layered(buffer: Buffer, slots: int, pages: int) -> Buffer:
+    """A buffer of keys or values as it is laid out: rows are slots, or pages, or halves of such.
+
+    From 0.5.23 keys and values of a layer are the halves of one buffer, each of whole pages.
+
+    Raises
+    ------
+    UnsupportedError
+        It is neither.
+    """
+    for axis, rows in enumerate(buffer.shape[:2]):
+        if rows == pages or (slots <= rows and rows // pages == slots // pages):
+            return buffer._replace(axis=axis)
+    import sglang
+
+    raise UnsupportedError(
+        f"SGLang {sglang.__version__} has a buffer of shape {buffer.shape} for {slots} slots in "
+        f"{pages} pages, a layout that kvtide does not know"
+    )
+
+
 def state_buffers(parameters: Any, layers: int, size: int) -> list[Buffer]:
     """The buffers of a pool of recurrent states: slots 0 to `size` of each of these layers."""
     shapes = [(shape, parameters.dtype.conv) for shape in parameters.shape.conv]
     shapes.append((parameters.shape.temporal, parameters.dtype.temporal))
-    return [Buffer((layers, size + 1, *shape), dtype, layers) for shape, dtype in shapes]
+    return [Buffer((layers, size + 1, *shape), dtype, axis=1) for shape, dtype in shapes]
 
 
-class Listed(TorchFunctionMode):
+class _Listed(TorchFunctionMode):
     """Notes what is allocated, and gives tensors without memory."""
 
     def __init__(self) -> None:
@@ -142,6 +168,6 @@ def _asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buffer:
 
 def list_buffers(create: Callable[[], object]) -> list[Buffer]:
     """What a call allocates by `torch.zeros`; it is left with tensors without memory."""
-    with Listed() as listed:
+    with _Listed() as listed:
         create()
     return listed.buffers

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtide.engines.sglang import current
+from kvtide.engines.sglang.eras import era_of
 
 __all__ = ["allocate_prompts", "choose_prompts", "retract"]
 
@@ -59,7 +60,7 @@ class _Chunked:
     """The prompt that is taken up in chunks, as it was."""
 
     request: Any
-    extend_range: Any
+    extent: Any
     middle_chunks: int
 
 
@@ -68,11 +69,11 @@ def choose_prompts(
 ) -> tuple[Any, Any]:
     """Choose the next batch of prompts; one that cannot be backed goes back to the queue."""
     waiting = list(scheduler.waiting_queue)
-    chunked = scheduler.chunked_req
+    chunked, era = scheduler.chunked_req, era_of(scheduler.tree_cache)
     kept = (
         None
         if chunked is None
-        else _Chunked(chunked, chunked.extend_range, chunked.inflight_middle_chunks)
+        else _Chunked(chunked, era.extent(chunked), chunked.inflight_middle_chunks)
     )
     middle = {id(r): r.inflight_middle_chunks for r in waiting}
     nodes = {id(r): r.last_node for r in waiting}
@@ -99,12 +100,13 @@ def _put_back(
 ) -> None:
     """Undo what SGLang did to the requests that it chose, but not to those that it preempted."""
     tree = scheduler.tree_cache
+    era = era_of(tree)
     left = {id(r) for r in scheduler.waiting_queue}
     for request in waiting:
         if id(request) in left:
             continue
         # Chosen: its prefix was locked for it, and a state may have been copied for it.
-        tree.dec_lock_ref(request.last_node, request.lock_receipt)
+        era.unlock(tree, request)
         request.last_node = nodes[id(request)]
         request.inflight_middle_chunks = middle[id(request)]
         _drop_state(tree, request)
@@ -113,7 +115,7 @@ def _put_back(
     scheduler.waiting_queue = waiting + preempted
     scheduler.chunked_req = None if kept is None else kept.request
     if kept is not None:
-        kept.request.extend_range = kept.extend_range
+        era.set_extent(kept.request, kept.extent)
         kept.request.inflight_middle_chunks = kept.middle_chunks
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from kvtide.engines.sglang.eras import era_of
+
 __all__ = ["STATES_PER_REQUEST", "Load", "Need", "states_per_request"]
 
 # Steps in flight, and two.
@@ -87,7 +89,8 @@ def read_load(scheduler: Any, running_batch: Any) -> Load:
         tokens = min(tokens, scheduler.chunked_prefill_size)
     chunk = 0
     if chunked is not None:
-        left = len(chunked.origin_input_ids) + len(chunked.output_ids) - len(chunked.prefix_indices)
+        done = era_of(scheduler.tree_cache).prefix_length(chunked)
+        left = len(chunked.origin_input_ids) + len(chunked.output_ids) - done
         chunk = max(0, min(left, tokens))
         tokens -= chunk
     waiting: list[tuple[int, int]] = []

@@ -16,6 +16,7 @@ from kvtide.engines.sglang.buffers import (
     Answered,
     Buffer,
     geometry_of,
+    layered,
     list_buffers,
     state_buffers,
 )
@@ -65,10 +66,12 @@ def create_kv(create: Callable[[], None], pool: Any) -> None:
     if not buffers:
         create()
         return
-    rows = min(buffer.shape[0] for buffer in buffers)
-    # Rows are tokens, or whole pages in layouts that put the page outermost.
     pages = (pool.size + pool.page_size) // pool.page_size
-    _create(create, pool, buffers, min(rows, pages), _name_of(pool))
+    try:
+        buffers = [layered(buffer, pool.size + pool.page_size, pages) for buffer in buffers]
+    except KvtideError as error:
+        family.end_server(error)
+    _create(create, pool, buffers, pages, _name_of(pool))
 
 
 def create_states(create: Callable[[], None], pool: Any, arguments: dict[str, Any]) -> None:
