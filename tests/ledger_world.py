@@ -38,7 +38,7 @@ def enroll(ledger: Ledger, name: str, sampler: Callable[[], int] = lambda: TOTAL
     return instance, account
 
 
-def until(true: Callable[[], object], what: str, seconds: float = 10) -> None:
+def until(true: Callable[[], object], what: str, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

@@ -52,7 +52,7 @@ def refused_server(
     """Start a server that must be refused; its error."""
     server = fleet.start("llama-wide", "x", *ARGUMENTS, *arguments, environ=environ, probe=False)
     until(lambda: server.exit_status() is not None, 240, "the server ends")
-    until(lambda: not server.pids(), 1, "and all its processes")
+    until(lambda: not server.pids(), 60, "and all its processes")
     assert fleet.held_bytes() == 0
     status = server.exit_status()
     assert status is not None

@@ -57,8 +57,8 @@ def neighbour(make_fleet: Callable[[int], Fleet]) -> Iterator[Neighbour]:
 def test_idle_without_prefix_caching_almost_nothing_remains(neighbour: Neighbour) -> None:
     fleet = neighbour.fleet
     assert tokens_of(ask(neighbour.server, neighbour.prompts, 96)) == neighbour.tokens
-    until(lambda: fleet.charge("b") <= KV_TENSORS * 4 * MIB, 10, "an idle engine gives back")
-    until(lambda: fleet.held_bytes() == fleet.charge("b"), 2, "the kernel says so too")
+    until(lambda: fleet.charge("b") <= KV_TENSORS * 4 * MIB, 120, "an idle engine gives back")
+    until(lambda: fleet.held_bytes() == fleet.charge("b"), 60, "the kernel says so too")
 
 
 @pytest.mark.timed
@@ -118,7 +118,7 @@ def test_a_worker_that_does_not_map_crashes_at_once(make_fleet: Callable[[int], 
     rpc(server, "probe_stop_mapping")
     (answer,) = ask(server, prompts_of(41, 1, 400, 400), 8)
     assert answer.error is not None
-    until(lambda: not server.pids(), 2, "the server is gone")
+    until(lambda: not server.pids(), 60, "the server is gone")
     server.stop()
     assert server.exit_status() == 1
     assert "ended unexpectedly" in server.log.read_text()
@@ -137,7 +137,7 @@ def test_without_kvtide_nothing_of_it_is_there(make_fleet: Callable[[int], Fleet
         server = fleet.start("llama-wide", None, *ARGUMENTS, environ=environ, probe=True)
         server.wait_ready()
         (found / "look").touch()
-        until(lambda f=found: len(list(f.glob("*.json"))) == 3, 20, "three processes have looked")
+        until(lambda f=found: len(list(f.glob("*.json"))) == 3, 120, "three processes have looked")
         post(server.url, "/reset_prefix_cache")
         server.stop()
         looks.append([json.loads(path.read_text()) for path in sorted(found.glob("*.json"))])

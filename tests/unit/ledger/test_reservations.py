@@ -145,7 +145,7 @@ def test_a_start_waits_until_room_is_made_and_shows_it(ledger, tmp_path):
     states = []
 
     def give():
-        assert waker.wait(10)
+        assert waker.wait(60)
         states.append(ledger.snapshot().instances[1].state)
         size = ledger.demands(a).idle_bytes
         account.refund(size)

@@ -67,7 +67,7 @@ def test_what_does_not_end_is_killed(make):
     server = make("stubborn").start().wait_ready(60)
     server.stop(timeout_seconds=0.5)
     assert len(server.killed) == 1
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while session_pids(server.pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
