@@ -2,9 +2,10 @@
 
     .venvs/vllm-0.30.0/bin/python bench/observe.py --out bench/results/observe.json
 
-vLLM's own scheduler with kvtide's memory, which is only counted; a stand-in answers for the model.
-At each step a coin says whether counters, events and log lines are on or do nothing, in one process
-and one load, so that all else is equal; `kvtide record` looks on all the time.
+Two of vLLM's own schedulers with kvtide's memory, which is only counted, have the same load step by
+step in one process; a stand-in answers for the model. At each step a coin says in which of the two
+counters, events and log lines are on, and another which goes first, so that all else is equal;
+`kvtide record` looks at both all the time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 BLOCK_TOKENS, HEADS, HEAD_SIZE, LAYERS = 32, 8, 64, 4
 BLOCKS = 1200
 DEVICE_BYTES = 192 * MIB
-KEPT_SHARE = 0.98  # of the steps, without the longest: the machine has other work
+KEPT_SHARE = 0.98  # of the pairs, without those that differ most: the machine has other work
 
 
 class PaperDevice:
@@ -232,9 +232,10 @@ def _nothing(*_: object) -> None:
 
 
 class Mute:
-    """In place of a journal."""
+    """In place of a journal. What an engine evicts is added up all the same, to nobody's use."""
 
-    note = evicted = waits = resumes = close = staticmethod(_nothing)
+    evicted_blocks = 0
+    note = evicted = count_soon = count_now = waits = resumes = close = staticmethod(_nothing)
 
 
 class Switch:
@@ -267,57 +268,90 @@ def _each_ns() -> dict[str, float]:
     return {k: round(ns - best["nothing"], 1) for k, ns in best.items() if k != "nothing"}
 
 
-def _mean(values: list[int]) -> float:
-    kept = sorted(values)[: round(KEPT_SHARE * len(values))]
-    return statistics.fmean(kept)
+Pairs = list[tuple[int, int]]
 
 
-def _ratio_95(on: list[int], off: list[int], dice: random.Random) -> list[float]:
-    """Of the ratio of means: 95% of what resampling gives."""
-    ratios = sorted(
-        _mean(dice.choices(on, k=len(on))) / _mean(dice.choices(off, k=len(off)))
-        for _ in range(400)
-    )
+def _kept(pairs: Pairs) -> Pairs:
+    """Without those of which one was interrupted."""
+    kept = sorted(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+    return kept[: round(KEPT_SHARE * len(kept))]
+
+
+def _ratio(pairs: Pairs) -> float:
+    """Of all time with to all time without."""
+    return sum(on for on, _ in pairs) / sum(off for _, off in pairs)
+
+
+def _ratio_95(pairs: Pairs, dice: random.Random) -> list[float]:
+    """95% of what resampling the pairs gives."""
+    ratios = sorted(_ratio(dice.choices(pairs, k=len(pairs))) for _ in range(400))
     return [round(ratios[10], 5), round(ratios[-11], 5)]
 
 
-def measure(steps: int, running: int, seed: int) -> dict[str, Any]:
-    """So many steps of each kind, in random order."""
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+class Observed:
+    """One scheduler, its load, and the switch of what it notes."""
+
+    def __init__(self, stack: ExitStack, directory: Path, running: int, seed: int) -> None:
+        directory.mkdir()
         scheduler = _scheduler(stack, directory)
         stack.callback(scheduler.tide.close)
-        load, dice = Load(scheduler, running, seed), random.Random(seed)
+        self.load = Load(scheduler, running, seed)
         memory = scheduler.tide.memory
         endpoint = endpoint_of(memory.ranks.members[0].account.key)
-        switch = Switch(memory, endpoint.memory._timed)
-        environ = os.environ | {"KVTIDE_DIR": str(directory / "ledgers")}
-        command = [sys.executable, "-c", "from kvtide.cli import main; main()"]
-        record = [*command, "record", "-o", str(directory / "trace.json")]
-        watching = subprocess.Popen(record, env=environ, stdout=subprocess.DEVNULL)
+        self.switch = Switch(memory, endpoint.memory._timed)
+        self._tally = memory.journal._tallies[0][1]
+        command = [sys.executable, "-c", "from kvtide.cli import main; main()", "record", "-o"]
+        watching = subprocess.Popen(
+            [*command, str(directory / "trace.json")],
+            env=os.environ | {"KVTIDE_DIR": str(directory / "ledgers")},
+            stdout=subprocess.DEVNULL,
+        )
         stack.callback(watching.wait)
         stack.callback(watching.terminate)
+
+    def noted(self) -> tuple[int, int]:
+        """Events, and all that was counted."""
+        return self._tally._head, sum(self._tally._counts[::2])
+
+
+def measure(steps: int, running: int, seed: int) -> dict[str, Any]:
+    """So many pairs of steps."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        both = [Observed(stack, directory / name, running, seed) for name in ("a", "b")]
         for _ in range(300):
-            load.step()
-        took: dict[bool, list[int]] = {True: [], False: []}
-        tally = memory.journal._tallies[0][1]
-        before, counted = tally._head, sum(tally._counts[::2])
-        while min(map(len, took.values())) < steps:
-            on = dice.random() < 0.5
-            switch.set(on)
-            took[on].append(load.step())
-        switch.set(True)
+            for one in both:
+                one.load.step()
+        dice = random.Random(seed)
+        before = [one.noted() for one in both]
+        pairs: Pairs = []
+        for _ in range(steps):
+            on = dice.randrange(2)
+            order = (0, 1) if dice.random() < 0.5 else (1, 0)
+            took = [0, 0]
+            for i in order:
+                both[i].switch.set(i == on)
+                took[i] = both[i].load.step()
+            pairs.append((took[on], took[1 - on]))
+        events, counts = (
+            sum(one.noted()[k] - was[k] for one, was in zip(both, before, strict=True))
+            for k in range(2)
+        )
+        for one in both:
+            one.switch.set(True)
+        kept = _kept(pairs)
         return {
             "running": running,
-            "steps": [len(took[True]), len(took[False])],
-            "events_a_step": round((tally._head - before) / len(took[True]), 3),
-            "counts_a_step": round((sum(tally._counts[::2]) - counted) / len(took[True]), 3),
-            "step_us_on": round(_mean(took[True]) / 1e3, 2),
-            "step_us_off": round(_mean(took[False]) / 1e3, 2),
-            "ratio": round(_mean(took[True]) / _mean(took[False]), 5),
-            "ratio_95": _ratio_95(took[True], took[False], dice),
-            "on_ns": took[True],
-            "off_ns": took[False],
+            "pairs": steps,
+            "events_a_step": round(events / steps, 3),
+            "counts_a_step": round(counts / steps, 3),
+            "step_us_on": round(sum(on for on, _ in kept) / len(kept) / 1e3, 2),
+            "step_us_off": round(sum(off for _, off in kept) / len(kept) / 1e3, 2),
+            "ratio": round(_ratio(kept), 5),
+            "ratio_95": _ratio_95(kept, dice),
+            "ratio_of_all": round(_ratio(pairs), 5),
+            "on_us": [on // 1000 for on, _ in pairs],
+            "off_us": [off // 1000 for _, off in pairs],
         }
 
 
@@ -325,7 +359,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -336,7 +370,7 @@ def main() -> int:
         "steps": [measure(given.steps, running, given.seed) for running in (8, 32)],
     }
     for steps in figures["steps"]:
-        print({k: v for k, v in steps.items() if not k.endswith("_ns")})
+        print({k: v for k, v in steps.items() if k not in ("on_us", "off_us")})
     print(figures["call_ns"])
     if given.out is not None:
         given.out.write_text(json.dumps(figures) + "\n")

@@ -9,7 +9,7 @@ from typing import Final
 from kvtide.ledger import layout as w
 from kvtide.ledger.policy import Holding, set_aside
 from kvtide.ledger.retirement import live_instances, live_pools
-from kvtide.ledger.sharing import Demand, demands
+from kvtide.ledger.sharing import Demand, Reason, demands, reasons
 
 __all__ = [
     "anybody_needs",
@@ -18,6 +18,7 @@ __all__ = [
     "headroom_now",
     "holding_of",
     "is_silent",
+    "reasons_now",
     "set_aside_now",
     "waiting",
 ]
@@ -103,15 +104,28 @@ def holding_of(words: memoryview, slot: int, pools: Sequence[int], now_ns: int) 
 
 def demands_now(words: memoryview) -> dict[int, Demand]:
     """What each instance should begin to give back, by slot, as `sharing.demands` has it."""
+    return demands(
+        _holdings(words),
+        budget_bytes=words[w.H_BUDGET],
+        granularity_bytes=words[w.H_GRANULARITY],
+    )
+
+
+def reasons_now(words: memoryview) -> dict[int, Reason]:
+    """For what these are, by slot."""
+    return reasons(
+        _holdings(words),
+        budget_bytes=words[w.H_BUDGET],
+        granularity_bytes=words[w.H_GRANULARITY],
+    )
+
+
+def _holdings(words: memoryview) -> list[Holding]:
     pools: dict[int, list[int]] = {}
     for slot in live_pools(words):
         pools.setdefault(words[w.pool_at(slot) + w.P_INSTANCE], []).append(slot)
     now_ns = time.monotonic_ns()
-    return demands(
-        [holding_of(words, s, pools.get(s, ()), now_ns) for s in live_instances(words)],
-        budget_bytes=words[w.H_BUDGET],
-        granularity_bytes=words[w.H_GRANULARITY],
-    )
+    return [holding_of(words, s, pools.get(s, ()), now_ns) for s in live_instances(words)]
 
 
 def set_aside_now(words: memoryview, slot: int, asked_bytes: int, lendable_bytes: int) -> int:

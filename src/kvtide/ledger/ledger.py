@@ -12,7 +12,7 @@ from kvtide.ledger.account import Account
 from kvtide.ledger.creation import spec_of
 from kvtide.ledger.directory import ledger_path, ledgers_in
 from kvtide.ledger.file import LedgerFile
-from kvtide.ledger.holdings import waiting
+from kvtide.ledger.holdings import reasons_now, waiting
 from kvtide.ledger.instance import Instance
 from kvtide.ledger.owing import ask_demands, end_trim, may_owe, trims
 from kvtide.ledger.reading import Observer, take_snapshot
@@ -20,7 +20,7 @@ from kvtide.ledger.records import DeviceSpec, Snapshot, Terms
 from kvtide.ledger.registration import add_instance, add_pool
 from kvtide.ledger.retirement import retire, suspects
 from kvtide.ledger.sampling import take_sample
-from kvtide.ledger.sharing import Demand
+from kvtide.ledger.sharing import Demand, Reason
 from kvtide.ledger.steering import ask_to_trim, change_terms
 from kvtide.ledger.wake import Bell
 
@@ -258,6 +258,11 @@ class Ledger:
         """
         self._check_open()
         return ask_demands(self.file.words, instance.slot)
+
+    def reason(self, instance: Instance) -> Reason | None:
+        """For what most of it is demanded, for observers; None where nothing is."""
+        self._check_open()
+        return reasons_now(self.file.words).get(instance.slot)
 
     # ---- for the parts of this package ----
 

@@ -14,7 +14,9 @@ from typing import Literal, NamedTuple
 
 from kvtide.ledger.policy import Holding
 
-__all__ = ["Demand", "demands"]
+__all__ = ["Demand", "Reason", "demands", "reasons"]
+
+Reason = Literal["trim", "limit", "headroom", "reservation", "min", "priority", "others"]
 
 
 class Demand(NamedTuple):
@@ -39,7 +41,13 @@ class _Need(NamedTuple):
     holder: Holding
     size_bytes: int
     preempts: Literal["nobody", "lower", "all"]
+    reason: Reason
     own_too: bool = False
+
+    def reason_for(self, giver: Holding) -> Reason:
+        """Why somebody gives for it: who comes before others anyway, or by priority alone."""
+        higher = self.reason == "others" and self.holder.priority > giver.priority
+        return "priority" if higher else self.reason
 
 
 def _needs(holdings: Sequence[Holding]) -> list[_Need]:
@@ -47,14 +55,15 @@ def _needs(holdings: Sequence[Holding]) -> list[_Need]:
     for h in holdings:
         wanted_bytes = h.wanted_bytes()
         within_bytes = min(wanted_bytes, h.below_min_bytes)
+        beyond_bytes = wanted_bytes - within_bytes
         age, stale = (-h.priority, h.wish_since_ns, h.slot), h.wish_is_stale
         loading = (0, -h.priority, h.loading_since_ns, h.slot)
         needs += [
             # No grant gets these two, so what comes later must be collected on top of them.
-            _Need((0, -h.priority, 0, h.slot), h, h.headroom_bytes, "nobody", own_too=True),
-            _Need(loading, h, h.loading_bytes, "lower", own_too=True),
-            _Need((1, *age), h, within_bytes, "nobody" if stale else "all"),
-            _Need((2, *age), h, wanted_bytes - within_bytes, "nobody" if stale else "lower"),
+            _Need((0, -h.priority, 0, h.slot), h, h.headroom_bytes, "nobody", "headroom", True),
+            _Need(loading, h, h.loading_bytes, "lower", "reservation", True),
+            _Need((1, *age), h, within_bytes, "nobody" if stale else "all", "min"),
+            _Need((2, *age), h, beyond_bytes, "nobody" if stale else "lower", "others"),
         ]
     return sorted((n for n in needs if n.size_bytes > 0), key=lambda n: n.order)
 
@@ -67,12 +76,14 @@ class _Gifts:
         self._granularity_bytes = granularity_bytes
         self.idle = {h.slot: 0 for h in holdings}
         self.running = dict(self.idle)
+        # Why, in the order in which it was counted.
+        self.why: dict[int, list[tuple[Reason, int]]] = {h.slot: [] for h in holdings}
         self._can_idle = {
             h.slot: h.releasing_bytes + (0 if h.silent else h.idle_bytes) for h in holdings
         }
         self._can_run = {h.slot: 0 if h.silent else h.running_bytes for h in holdings}
 
-    def lower(self, h: Holding, ceiling_bytes: int, *, running: bool) -> int:
+    def lower(self, h: Holding, ceiling_bytes: int, reason: Reason, *, running: bool) -> int:
         """Have one give down to a ceiling of its own; the bytes on top of what it gives."""
         over_bytes = max(0, h.charged_bytes - ceiling_bytes)
         before = self.idle[h.slot] + self.running[h.slot]
@@ -80,7 +91,9 @@ class _Gifts:
         if running:
             rest_bytes = over_bytes - self.idle[h.slot]
             self.running[h.slot] = max(0, min(self._can_run[h.slot], rest_bytes))
-        return self.idle[h.slot] + self.running[h.slot] - before
+        more_bytes = self.idle[h.slot] + self.running[h.slot] - before
+        self.why[h.slot].append((reason, more_bytes))
+        return more_bytes
 
     def collect(self, need: _Need, missing_bytes: int, first: Mapping[int, _Need]) -> int:
         """Have others give for a need; what comes."""
@@ -95,7 +108,7 @@ class _Gifts:
                     can_bytes = 0
                 can_bytes = min(can_bytes, self._above_min(h))
             left[h.slot] = can_bytes
-        came_bytes = self._take(self.idle, left, missing_bytes)
+        came_bytes = self._take(self.idle, left, missing_bytes, need)
         if need.preempts != "nobody" and came_bytes < missing_bytes:
             left = {
                 h.slot: min(self._can_run[h.slot] - self.running[h.slot], self._above_min(h))
@@ -104,24 +117,28 @@ class _Gifts:
                 and (need.preempts == "all" or h.priority < need.holder.priority)
                 and not (h.slot in first and first[h.slot].order < need.order)
             }
-            came_bytes += self._take(self.running, left, missing_bytes - came_bytes)
+            came_bytes += self._take(self.running, left, missing_bytes - came_bytes, need)
         return came_bytes
 
     def _above_min(self, h: Holding) -> int:
         given_bytes = self.idle[h.slot] + self.running[h.slot]
         return max(0, h.charged_bytes - given_bytes - h.min_bytes)
 
-    def _take(self, gives: dict[int, int], left: Mapping[int, int], wanted_bytes: int) -> int:
+    def _take(
+        self, gives: dict[int, int], left: Mapping[int, int], wanted_bytes: int, need: _Need
+    ) -> int:
         came_bytes = 0
         for priority in sorted({h.priority for h in self._holdings}):
-            tier = {
-                h.slot: left[h.slot]
+            givers = {
+                h.slot: h
                 for h in self._holdings
                 if h.priority == priority and left.get(h.slot, 0) > 0
             }
+            tier = {slot: left[slot] for slot in givers}
             shares = _shares(wanted_bytes - came_bytes, tier, self._granularity_bytes)
             for slot, share_bytes in shares.items():
                 gives[slot] += share_bytes
+                self.why[slot].append((need.reason_for(givers[slot]), share_bytes))
                 came_bytes += share_bytes
         return came_bytes
 
@@ -137,13 +154,46 @@ def demands(
     back counts as given, so that asking again asks for no more. `budget_bytes`, which is less what
     is being loaded already, may be negative.
     """
+    gifts = _gifts(holdings, budget_bytes, granularity_bytes)
+    result = {}
+    for h in holdings:
+        idle_bytes = max(0, gifts.idle[h.slot] - h.releasing_bytes)
+        if idle_bytes or gifts.running[h.slot]:
+            result[h.slot] = Demand(idle_bytes, gifts.running[h.slot])
+    return result
+
+
+def reasons(
+    holdings: Sequence[Holding], *, budget_bytes: int, granularity_bytes: int
+) -> dict[int, Reason]:
+    """For what most of each demand is, by slot, as `demands` shares them; for observers alone.
+
+    A limit and a trim are the giver's own. Of what others need, `reservation` and `headroom` come
+    before any wish; a wish is `min` within its holder's min, and `priority` where its holder's is
+    higher than the giver's.
+    """
+    gifts = _gifts(holdings, budget_bytes, granularity_bytes)
+    found: dict[int, Reason] = {}
+    for h in holdings:
+        given_bytes = h.releasing_bytes  # accounts for what was counted first
+        sums: dict[Reason, int] = {}
+        for reason, size_bytes in gifts.why[h.slot]:
+            before_bytes = min(size_bytes, given_bytes)
+            given_bytes -= before_bytes
+            sums[reason] = sums.get(reason, 0) + size_bytes - before_bytes
+        if any(sums.values()):
+            found[h.slot] = max(sums, key=lambda reason: sums[reason])
+    return found
+
+
+def _gifts(holdings: Sequence[Holding], budget_bytes: int, granularity_bytes: int) -> _Gifts:
     gifts = _Gifts(holdings, granularity_bytes)
     room_bytes = budget_bytes + sum(h.loading_bytes - h.charged_bytes for h in holdings)
     for h in holdings:
         if h.limit_bytes is not None:
-            room_bytes += gifts.lower(h, h.limit_bytes, running=False)
+            room_bytes += gifts.lower(h, h.limit_bytes, "limit", running=False)
         if h.trim_to_bytes is not None:
-            room_bytes += gifts.lower(h, h.trim_to_bytes, running=h.trims_running)
+            room_bytes += gifts.lower(h, h.trim_to_bytes, "trim", running=h.trims_running)
     needs = _needs(holdings)
     first: dict[int, _Need] = {}
     for need in needs:
@@ -154,12 +204,7 @@ def demands(
         room_bytes -= need.size_bytes
         if missing_bytes > 0:
             room_bytes += gifts.collect(need, missing_bytes, first)
-    result = {}
-    for h in holdings:
-        idle_bytes = max(0, gifts.idle[h.slot] - h.releasing_bytes)
-        if idle_bytes or gifts.running[h.slot]:
-            result[h.slot] = Demand(idle_bytes, gifts.running[h.slot])
-    return result
+    return gifts
 
 
 def _shares(wanted_bytes: int, left: Mapping[int, int], granularity_bytes: int) -> dict[int, int]:

@@ -13,9 +13,10 @@ from kvtide.units import format_size
 __all__ = ["LOGGED", "event_text", "log_event", "set_up"]
 
 _log: Final = logging.getLogger("kvtide.events")
-_MATTERS: Final = {Kind.WAIT, Kind.RESUME, Kind.QUARANTINE, Kind.SPLIT}
+_MATTERS: Final = {Kind.WAIT, Kind.RESUME, Kind.QUARANTINE, Kind.SPLIT, Kind.PREEMPT}
 _MATTERING_SHRINKS: Final = {
     *(Cause.OTHERS, Cause.LIMIT, Cause.TRIM, Cause.MIN, Cause.PRIORITY, Cause.RESERVATION),
+    Cause.HEADROOM,
 }
 LOGGED: Final = frozenset(
     {(kind, cause) for kind in _MATTERS for cause in range(len(CAUSE_NAMES))}
@@ -36,6 +37,7 @@ _WHY: Final = {
     Cause.MIN: "that is another's guaranteed minimum",
     Cause.PRIORITY: "to one of higher priority",
     Cause.RESERVATION: "for one that starts",
+    Cause.HEADROOM: "that is to stay free",
 }
 
 
@@ -52,6 +54,9 @@ def event_text(kind: int, cause: int, size_bytes: int, detail: int) -> str:
         return f"gives back {size} {_WHY.get(cause, f'({why})')}"
     if kind == Kind.SPLIT:
         return f"splits {detail} extents to give back {size}"
+    if kind == Kind.PREEMPT:
+        requests = "a request" if detail == 1 else f"{detail} requests"
+        return f"preempts {requests} to give back {size} {_WHY.get(cause, f'({why})')}"
     if kind in _PLAIN:
         return f"{_PLAIN[kind]} {size} ({why})"
     return f"{KIND_NAMES[kind]} {size} ({why})"

@@ -20,7 +20,7 @@ __all__ = ["FORMATS", "draw"]
 
 FORMATS = (".html", ".png", ".svg")
 _SHADES = {"used": 1.0, "cached": 0.55, "idle": 0.25}
-_MARKED = {"wait": "^", "miss": "v", "vanish": "x", "quarantine": "x", "limit": "|"}
+_MARKED = {"wait": "^", "miss": "v", "vanish": "x", "quarantine": "x", "limit": "|", "preempt": "<"}
 _STEPS = 2000
 
 

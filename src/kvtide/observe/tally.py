@@ -36,6 +36,7 @@ class Kind:
     RESUME: Final = 6
     EVICT: Final = 7
     QUARANTINE: Final = 8
+    PREEMPT: Final = 9
 
 
 class Cause:
@@ -57,6 +58,7 @@ class Cause:
     MIN: Final = 13
     PRIORITY: Final = 14
     RESERVATION: Final = 15
+    HEADROOM: Final = 16
 
 
 class Verb:
@@ -73,10 +75,12 @@ class Verb:
 
 KIND_NAMES: Final = (
     *("grow", "shrink", "split", "refuse", "miss", "wait", "resume", "evict", "quarantine"),
+    "preempt",
 )
 CAUSE_NAMES: Final = (
     *("start", "need", "ahead", "others", "limit", "idle", "surplus", "budget", "busy", "retired"),
     *("device", "allocation", "trim", "min", "priority", "reservation"),
+    "headroom",
 )
 VERB_NAMES: Final = ("create", "map", "unmap", "release", "zero", "copy", "wait")
 
@@ -195,10 +199,10 @@ class Tally:
     def _put(self, word: int, value: int) -> None:
         _WORD.pack_into(self._map, word * WORD_BYTES, value)
 
-    def count(self, kind: int, cause: int, size_bytes: int) -> None:
-        """Count only: for what may happen at every step."""
+    def count(self, kind: int, cause: int, size_bytes: int, more: int = 1) -> None:
+        """Count only, once or so many times: for what may happen at every step."""
         counts, at = self._counts, 2 * (kind * CAUSES + cause)
-        counts[at] = times = counts[at] + 1
+        counts[at] = times = counts[at] + more
         counts[at + 1] = sum_bytes = counts[at + 1] + size_bytes
         _pack_pair(self._map, _COUNTS_BYTES_AT + 8 * at, times, sum_bytes)
 

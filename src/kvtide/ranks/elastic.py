@@ -300,6 +300,7 @@ class ElasticMemory(Generic[B]):
         """Tell what the engine does, and publish the figures of the pool."""
         if state is not self._state:
             self._state = state
+            self.journal.count_now()
             for seat in self.seats.values():
                 seat.instance.set_state(state)
         self.publish()
@@ -307,6 +308,7 @@ class ElasticMemory(Generic[B]):
     def publish(self) -> None:
         """Publish the figures of the pool: others ask for idle memory by them."""
         self.figures.publish(self.giving)
+        self.journal.count_soon()
 
     def close(self) -> None:
         """Let go of the ranks."""

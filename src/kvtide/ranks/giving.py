@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvtide.observe.tally import Cause, Kind
+from kvtide.observe.tally import CAUSE_NAMES, Cause, Kind
 from kvtide.pool import Block, Pool, Reclaim, Splits, Standing
 from kvtide.ranks.changes import Changes, Circulation
 from kvtide.ranks.patience import Backoff
@@ -81,6 +81,11 @@ class Giving(Generic[B]):
             {u: seat.ledger.demands(seat.instance).running_bytes for u, seat in self._seats.items()}
         )
 
+    def preempts(self, requests: int, blocks: int) -> None:
+        """So many requests are about to be preempted for that, which hold these blocks alone."""
+        of_shape = [blocks * shape.geometry.block_bytes for shape in self._pool.shapes]
+        self._changes.journal.note(Kind.PREEMPT, self._cause(), of_shape, requests)
+
     def nothing_more(self) -> None:
         """No request runs whose memory could go: whoever asked for it is done."""
         for seat in self._seats.values():
@@ -137,19 +142,14 @@ class Giving(Generic[B]):
 
     def _cause(self) -> int:
         """Why something is given, for observers."""
-        if any(s.ledger.is_trimming(s.instance.key) for s in self._seats.values()):
-            return Cause.TRIM
-        return Cause.LIMIT if self._above_limit() else Cause.OTHERS
+        found = (seat.ledger.reason(seat.instance) for seat in self._seats.values())
+        reason = next((reason for reason in found if reason is not None), None)
+        # None: whoever wished has what it wanted, since this was asked.
+        return Cause.OTHERS if reason is None else CAUSE_NAMES.index(reason)
 
     def _above_limit(self) -> bool:
-        for uuid, seat in self._seats.items():
-            limit_bytes = seat.instance.limit_bytes
-            members = [m for m in self._ranks.members if m.device_uuid == uuid]
-            if limit_bytes is not None and limit_bytes < sum(
-                m.account.charge_bytes for m in members
-            ):
-                return True
-        return False
+        """Whether what is demanded is for the engine's own limit."""
+        return self._cause() == Cause.LIMIT
 
     def _whole(self, wanted: Sequence[int | None], *, at_most: bool, cause: int) -> bool:
         if self._changes.busy:

@@ -16,12 +16,20 @@ from kvtide.ranks.seat import Seat
 
 __all__ = ["Journal", "refusal_cause"]
 
+_SUMMED_NS = 250_000_000
 _REFUSALS = {name: CAUSE_NAMES.index(name) for name in ("budget", "limit", "busy", "retired")}
 
 
 def refusal_cause(refusal: Refusal) -> int:
     """Why a ledger refused."""
     return _REFUSALS[refusal.reason]
+
+
+def _sum(ranks: Sequence[int], bytes_of_shape: Sequence[int]) -> int:
+    """Bytes of all ranks of one device."""
+    if len(ranks) == 1:
+        return ranks[0] * bytes_of_shape[0]
+    return sum(n * size for n, size in zip(ranks, bytes_of_shape, strict=True))
 
 
 class Journal:
@@ -63,31 +71,55 @@ class Journal:
             for _, tally, ranks in self._tallies
         ]
         self._waits_since_ns = 0
+        # What may be at every step is summed here and counted a few times a second: the engine's
+        # own evictions, and refusals while it waits, as times and bytes of each shape.
+        self.evicted_blocks = 0
+        self._again: dict[tuple[int, int], list[int]] = {}
+        self._counted_ns = 0
 
     def note(self, kind: int, cause: int, bytes_of_shape: Sequence[int], detail: int = 0) -> None:
         """An event, with the bytes that a rank of each shape has part in.
 
         What is refused while the engine waits already is counted only: it may be at every step.
         """
-        again = self._waits_since_ns and (kind == Kind.MISS or kind == Kind.REFUSE)
+        if self._waits_since_ns and (kind == Kind.MISS or kind == Kind.REFUSE):
+            sums = self._again.get((kind, cause))
+            if sums is None:
+                sums = self._again[kind, cause] = [0] * (1 + len(self._block_bytes))
+            sums[0] += 1
+            for shape, size_bytes in enumerate(bytes_of_shape, 1):
+                sums[shape] += size_bytes
+            return
         for uuid, tally, ranks in self._tallies:
-            if len(ranks) == 1:  # most often; this may be on the path of every step
-                size_bytes = ranks[0] * bytes_of_shape[0]
-            else:
-                size_bytes = sum(n * size for n, size in zip(ranks, bytes_of_shape, strict=True))
-            if again:
-                tally.count(kind, cause, size_bytes)
-                continue
+            size_bytes = _sum(ranks, bytes_of_shape)
             tally.note(kind, cause, size_bytes, detail)
             if (kind, cause) in LOGGED:
                 log_event(self.name, uuid, kind, cause, size_bytes, detail)
 
     def evicted(self, cause: int, blocks: int) -> None:
-        """Blocks of the prefix cache that were given up; counted only, the engine itself may at
-        every step.
+        """Blocks of the prefix cache that were given up; counted only, without an event.
+
+        Those whose place a new block takes the engine adds to `evicted_blocks`.
         """
         for tally, block_bytes in self._of_block:
-            tally.count(Kind.EVICT, cause, blocks * block_bytes)
+            tally.count(Kind.EVICT, cause, blocks * block_bytes, blocks)
+
+    def count_soon(self) -> None:
+        """Count what was summed, if that was not done just now; for every step."""
+        now_ns = time.monotonic_ns()
+        if now_ns - self._counted_ns > _SUMMED_NS:
+            self._counted_ns = now_ns
+            self.count_now()
+
+    def count_now(self) -> None:
+        """Count what was summed."""
+        if self.evicted_blocks:
+            self.evicted(Cause.ALLOCATION, self.evicted_blocks)
+            self.evicted_blocks = 0
+        for (kind, cause), (times, *of_shape) in self._again.items():
+            for _, tally, ranks in self._tallies:
+                tally.count(kind, cause, _sum(ranks, of_shape), times)
+        self._again.clear()
 
     def waits(self, bytes_of_device: Mapping[str, int]) -> None:
         """The engine waits for memory that others hold; again and again is one wait."""

@@ -31,8 +31,14 @@ _COUNTERS: Final = (
     ("refuse", "kvtide_refusals", "kvtide_refused_bytes", "growths that were refused"),
     ("miss", "kvtide_misses", "kvtide_missed_bytes", "needs of a step that could not be met"),
     ("wait", "kvtide_waits", "kvtide_waited_for_bytes", "waits for memory that others hold"),
-    ("evict", "kvtide_evictions", "kvtide_evicted_bytes", "evictions from the prefix cache"),
+    (
+        "evict",
+        "kvtide_evictions",
+        "kvtide_evicted_bytes",
+        "blocks that the prefix cache gave up",
+    ),
     ("quarantine", "kvtide_quarantines", "kvtide_quarantined_bytes", "memory lost to its device"),
+    ("preempt", "kvtide_preemptions", "kvtide_preempted_bytes", "preemptions to give memory back"),
 )
 # Bounds are 2^n microseconds.
 _CALL_BOUNDS: Final = range(16)
@@ -50,6 +56,12 @@ _INSTANCE_GAUGES: Final[tuple[tuple[str, str, Callable[[InstanceStatus], int | N
     ("kvtide_instance_charged_bytes", "What it answers for.", lambda i: i.charged_bytes),
     ("kvtide_instance_limit_bytes", "Its ceiling, where it has one.", lambda i: i.limit_bytes),
     ("kvtide_instance_waiting_bytes", "What it lacks now.", lambda i: i.waiting_bytes),
+    ("kvtide_instance_min_bytes", "What it can always get back.", lambda i: i.min_bytes),
+    ("kvtide_instance_backed_min_bytes", "As the budget backs it.", lambda i: i.backed_min_bytes),
+    ("kvtide_instance_headroom_bytes", "What it wants left free.", lambda i: i.headroom_bytes),
+    ("kvtide_instance_priority", "Who has less gives way first.", lambda i: i.priority),
+    ("kvtide_instance_beside_bytes", "What it holds beside caches.", lambda i: i.non_kv_bytes),
+    ("kvtide_instance_loading_bytes", "What it will yet take so.", lambda i: i.loading_bytes),
 )
 
 

@@ -1,5 +1,5 @@
 from kvtide.ledger.policy import Holding, Verdict, judge
-from kvtide.ledger.sharing import demands
+from kvtide.ledger.sharing import demands, reasons
 
 MIB = 1 << 20
 
@@ -101,3 +101,47 @@ def test_two_who_wish_do_not_trade_their_caches_and_the_older_wish_wins():
 def test_memory_that_the_device_has_lost_is_made_good_before_a_wish_is_served():
     assert shares(holding(0, 100, idle=100), holding(1, wish=10), budget=60) == {0: 50}
     assert shares(holding(0, 100, idle=100), budget=60) == {}
+
+
+def why(*holdings, budget):
+    """For what each gives."""
+    asked = demands(holdings, budget_bytes=budget, granularity_bytes=1)
+    found = reasons(holdings, budget_bytes=budget, granularity_bytes=1)
+    assert set(found) == set(asked)
+    return found
+
+
+def test_a_demand_says_for_what_it_is():
+    giver = Holding(0, 100, idle_bytes=40)
+    wishes = Holding(1, wish_bytes=30, wish_since_ns=5)
+    assert why(giver, wishes, budget=100) == {0: "others"}
+    assert why(giver, wishes._replace(priority=1), budget=100) == {0: "priority"}
+    assert why(giver, wishes._replace(priority=-1), budget=100) == {0: "others"}
+    assert why(giver, wishes._replace(min_bytes=30, priority=-1), budget=100) == {0: "min"}
+    assert why(giver, Holding(1, loading_bytes=30), budget=70) == {0: "reservation"}
+    assert why(giver, Holding(1, headroom_bytes=30), budget=100) == {0: "headroom"}
+    assert why(giver._replace(limit_bytes=70), budget=100) == {0: "limit"}
+    assert why(giver._replace(trim_to_bytes=70), budget=100) == {0: "trim"}
+    assert why(giver, budget=100) == {}
+
+
+def test_running_requests_are_preempted_for_a_min_or_a_priority():
+    giver = Holding(0, 100)
+    wishes = Holding(1, wish_bytes=30, wish_since_ns=5)
+    assert why(giver, wishes, budget=100) == {}
+    assert why(giver, wishes._replace(priority=1), budget=100) == {0: "priority"}
+    assert why(giver, wishes._replace(min_bytes=30), budget=100) == {0: "min"}
+
+
+def test_of_several_reasons_the_one_of_most_bytes_is_told():
+    giver = Holding(0, 100, limit_bytes=95, idle_bytes=40)
+    wishes = Holding(1, wish_bytes=30, wish_since_ns=5, min_bytes=12)
+    assert why(giver, wishes, budget=100) == {0: "others"}
+    assert why(giver, wishes._replace(min_bytes=28), budget=100) == {0: "min"}
+
+
+def test_what_goes_already_accounts_for_what_came_first():
+    giver = Holding(0, 100, limit_bytes=80, idle_bytes=20, releasing_bytes=20)
+    assert why(giver, budget=100) == {}
+    wishes = Holding(1, wish_bytes=25, wish_since_ns=5)
+    assert why(giver, wishes, budget=100) == {0: "others"}

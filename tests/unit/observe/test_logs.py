@@ -28,11 +28,17 @@ def test_words(set_up, capsys):
     logs.log_event("chat", "host", Kind.SHRINK, Cause.OTHERS, 64 * MIB, 0)
     logs.log_event("chat", "host", Kind.WAIT, Cause.NEED, 2 * MIB, 0)
     logs.log_event("chat", "host", Kind.RESUME, Cause.NEED, 0, 1_500_000_000)
+    logs.log_event("chat", "host", Kind.PREEMPT, Cause.PRIORITY, 4 * MIB, 2)
+    logs.log_event("chat", "host", Kind.PREEMPT, Cause.MIN, 2 * MIB, 1)
+    logs.log_event("chat", "host", Kind.SHRINK, Cause.RESERVATION, 8 * MIB, 0)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("kvtide: ")[1] for line in lines] == [
         "chat on host gives back 64MiB that others wish for",
         "chat on host waits for 2MiB",
         "chat on host goes on after waiting 1.500 s",
+        "chat on host preempts 2 requests to give back 4MiB to one of higher priority",
+        "chat on host preempts a request to give back 2MiB that is another's guaranteed minimum",
+        "chat on host gives back 8MiB for one that starts",
     ]
 
 

@@ -34,6 +34,12 @@ def recording(world, tmp_path):
         chat.hold(10, 20, 2)
         world.engine("code").hold(5, 0, 0)
         recorder.add(watcher.look())
+        for kind, cause in (
+            (Kind.SHRINK, Cause.MIN),
+            (Kind.PREEMPT, Cause.PRIORITY),
+            (Kind.SHRINK, Cause.RESERVATION),
+        ):
+            chat.tally.note(kind, cause, 2 * MIB, 1)
         chat.tally.note(Kind.RESUME, Cause.NEED, 0, 2_000_000)
         world.end("code")
         recorder.add(watcher.look())
@@ -69,6 +75,15 @@ def test_what_is_read_back_is_what_was_held(recording):
     assert grown == ["grows by 30MiB (need)"]
 
 
+def test_every_event_has_its_cause_and_bytes(recording):
+    events = [e for e in json.loads(recording.read_text()) if e["name"] in ("shrink", "preempt")]
+    assert [(e["name"], e["args"]["cause"], e["args"]["bytes"]) for e in events] == [
+        ("shrink", "min", 2 * MIB),
+        ("preempt", "priority", 2 * MIB),
+        ("shrink", "reservation", 2 * MIB),
+    ]
+
+
 def test_a_recording_that_was_cut_short_is_still_one(recording):
     text = recording.read_text()
     whole = read_recording(recording)
@@ -97,6 +112,9 @@ def test_a_page_has_the_picture_and_all_events_in_words(recording, tmp_path):
     assert "<svg" in page
     assert "chat used" in page
     assert "is gone; it held 5MiB" in page
+    assert "gives back 2MiB that is another&#x27;s guaranteed minimum" in page
+    assert "preempts a request to give back 2MiB to one of higher priority" in page
+    assert "gives back 2MiB for one that starts" in page
     assert "http://" not in page.split("</svg>")[1]
 
 

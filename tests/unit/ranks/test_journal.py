@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtide.ledger import State
 from kvtide.observe.tallies import read_tally
 from kvtide.observe.tally import tallies_of
 from kvtide.units import MIB
@@ -58,6 +59,7 @@ def test_a_miss_is_a_refusal_and_a_wait_that_ends(world):
     for _ in range(3):
         assert engine.step(20) is None
         engine.quieten()
+    engine.memory.journal.count_now()
     (reading,) = readings(world, "engine")
     assert reading.counts[("refuse", "budget")].times >= 1
     assert reading.counts[("miss", "budget")].times == 3
@@ -111,3 +113,19 @@ def test_what_is_given_back_says_for_what(world, change, cause):
     (reading,) = readings(world, "engine")
     assert ("shrink", cause) in reading.counts
     assert [c for kind, c in reading.counts if kind == "shrink"] == [cause]
+
+
+def test_what_the_engine_evicts_itself_is_summed_and_counted_soon(world):
+    engine = world.engine([(0, layers(100, 2 * MIB, 1))])
+    journal = engine.memory.journal
+    journal.evicted_blocks += 3
+    journal.evicted_blocks += 4
+    assert ("evict", "allocation") not in readings(world, "engine")[0].counts
+    engine.memory.show(State.SLEEPING)
+    (reading,) = readings(world, "engine")
+    assert reading.counts[("evict", "allocation")] == (7, 7 * 2 * MIB)
+    journal.evicted_blocks += 1
+    journal._counted_ns = 0  # long ago
+    engine.memory.publish()
+    (reading,) = readings(world, "engine")
+    assert reading.counts[("evict", "allocation")] == (8, 8 * 2 * MIB)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from kvtide.observe.tallies import read_tally
+from kvtide.observe.tally import tallies_of
 from kvtide.units import MIB
 from paper_device import GRANULE
 from ranks_world import World, layers
@@ -137,3 +139,64 @@ def test_blocks_that_lie_apart_are_regrouped_below_a_limit(world, direct):
     assert sorted(got) == list(range(1, 16)), "side by side, below the limit"
     assert engine.ranks[0].account.charge_bytes <= 16 * GRANULE
     world.check()
+
+
+def causes(world, kind, slot=0):
+    path = world.ledgers["paper-0"].path
+    (file,) = (f for o, f in tallies_of(path).items() if o.role == "engine" and o.slot == slot)
+    return {cause for of, cause in read_tally(file).counts if of == kind}
+
+
+@pytest.mark.parametrize(
+    ("terms", "cause"),
+    [
+        ({}, "others"),
+        ({"priority": 1}, "priority"),
+        ({"min_bytes": 40 * GRANULE}, "min"),
+        ({"headroom_bytes": 50 * GRANULE}, "headroom"),
+    ],
+)
+def test_what_is_given_back_says_whose_it_becomes(world, terms, cause):
+    (holder,) = engines_of(world, 0)
+    (waiter,) = engines_of_more(world, 0)
+    world.ledgers["paper-0"].set_terms("engine-1", lambda t: t._replace(**terms))
+    free = world.memories["paper-0"].total_bytes - world.memories["paper-0"].held_bytes
+    if cause != "headroom":
+        for seat in waiter.memory.seats.values():
+            wanted = free + 8 * GRANULE
+            if cause == "min":
+                wanted = min(wanted, 40 * GRANULE - waiter.ranks[0].account.charge_bytes)
+            seat.instance.wish(wanted)
+    if cause == "min":
+        world.memories["paper-0"].foreign_bytes = free - 30 * GRANULE
+        holder.ranks[0].account.sample()
+    give((holder,))
+    assert causes(world, "shrink") == causes(world, "evict") == {cause}
+
+
+def test_memory_for_one_that_starts_says_so(world):
+    (holder,) = engines_of(world, 0)
+    ledger = world.ledgers["paper-0"]
+    starting = ledger.register("starts", explicit=True)
+    starting.reserve(50 * GRANULE)
+    give((holder,))
+    assert causes(world, "shrink") == {"reservation"}
+
+
+def test_a_preemption_says_for_what_it_was(world):
+    (holder,) = engines_of(world, 0)
+    holder.take(BLOCKS)
+    holder.memory.publish()
+    (waiter,) = engines_of_more(world, 5)
+    free = world.memories["paper-0"].total_bytes - world.memories["paper-0"].held_bytes
+    for seat in waiter.memory.seats.values():
+        seat.instance.wish(free + 8 * GRANULE)
+    giving = holder.memory.giving
+    assert giving.demanded_of_running()[0] > 0
+    giving.preempts(2, 8)
+    path = world.ledgers["paper-0"].path
+    (file,) = (f for o, f in tallies_of(path).items() if o.role == "engine" and o.slot == 0)
+    event = read_tally(file).events[-1]
+    assert (event.kind, event.cause, event.size_bytes, event.detail) == (
+        *("preempt", "priority", 8 * 2 * MIB, 2),
+    )

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.block_pool import BlockPool
 
-from kvtide.observe.tally import Cause
 from kvtide.pool import FreeBlocks
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class ElasticBlockPool(BlockPool):
             evicted = self.free_block_queue.popleft_n(missing)
             for block in evicted:
                 self._maybe_evict_cached_block(block)
-            self.memory.journal.evicted(Cause.ALLOCATION, missing)
+            self.memory.journal.evicted_blocks += missing
             taken += evicted
         if self._watched:
             self._notify_reuse(taken)

@@ -52,6 +52,7 @@ class Preemption:
         if not chosen:
             memory.giving.nothing_more()
             return False
+        memory.giving.preempts(len(chosen), sum(len(candidates[i].blocks) for i in chosen))
         # The last first, so that they come back in the order in which they ran.
         for i in sorted(chosen, reverse=True):
             self._free_after = max(self._free_after, requests[i].last_sched_seq)
