@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(no_args_is_help=True, help="Measure kvtide here, against the floor.")
     bench.command("growth")(_growth)
     bench.command("blocks")(_blocks)
+    bench.command("ledger")(_ledger)
     bench.command("serve")(_serve)
     app.add_typer(bench, name="bench")
 
@@ -58,6 +59,16 @@ def _blocks(as_json: _Json = False) -> None:
             "this in vLLM's environment"
         ) from None
     _show({"blocks": [measure_blocks(caching=caching) for caching in (False, True)]}, as_json)
+
+
+def _ledger(backend: _Backend = "host", as_json: _Json = False) -> None:
+    """A grant and its refund, alone and among eight processes, against the bare lock."""
+    from kvtide.bench.ledger import measure_ledger
+    from kvtide.device import open_device
+    from kvtide.units import GIB
+
+    device = open_device(backend, host_total_bytes=4 * GIB, host_uuid="bench")
+    _show({"ledger": measure_ledger(device)}, as_json)
 
 
 def _serve(

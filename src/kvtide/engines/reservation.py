@@ -22,7 +22,7 @@ from kvtide.ledger.explaining import explain
 from kvtide.ranks.seat import Seat
 from kvtide.units import format_size, parse_size
 
-__all__ = ["Reservation", "recalled", "remember", "reserve_for_tests"]
+__all__ = ["Reservation", "StartCosts", "recalled", "remember", "reserve_for_tests"]
 
 _log = logging.getLogger("vllm.kvtide")
 
@@ -101,6 +101,64 @@ class Reservation:
         """
         self._seat.instance.measured(measured_bytes, source)
         self._seat.ledger.sample(self._sampler)
+
+
+class StartCosts:
+    """What one worker takes beside its KV cache while it starts, announced from start to end.
+
+    Parameters
+    ----------
+    seat
+        Its engine's place on the device.
+    sampler
+        Free bytes of the device.
+    own_bytes
+        What this process holds of the device now, beside its KV cache.
+    directory, key
+        Where the figures of earlier starts are kept, and under what; see `recalled`.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        sampler: Callable[[], int],
+        own_bytes: Callable[[], int],
+        directory: Path,
+        key: str,
+    ) -> None:
+        self._reservation = Reservation(seat, sampler)
+        self._own_bytes = own_bytes
+        self._at_first_bytes = own_bytes()
+        self._directory, self._key = directory, key
+
+    def reserve(self, planned_bytes: int, wait_seconds: float | None) -> None:
+        """Reserve what the last such start came to, or else what is planned; wait for room.
+
+        Parameters
+        ----------
+        planned_bytes
+            What is known without an earlier start: the weights. 0 reserves nothing.
+        wait_seconds
+            How long others may keep the room.
+
+        Raises
+        ------
+        NeverFitsError
+            See `Reservation.make`.
+        """
+        kept_bytes = recalled(self._directory, self._key)
+        size_bytes = planned_bytes if kept_bytes is None else kept_bytes - self._at_first_bytes
+        if size_bytes > 0:
+            self._reservation.make(size_bytes, wait_seconds)
+
+    def loaded(self) -> None:
+        """Something more has been loaded: what is held by now is no longer to come."""
+        self._reservation.loaded(self._own_bytes() - self._at_first_bytes)
+
+    def finish(self, own_bytes: int, source: str) -> None:
+        """All is loaded and warm, and this is held in the end, as `source` tells."""
+        self._reservation.finish(own_bytes, source)
+        remember(self._directory, self._key, own_bytes)
 
 
 def _file(directory: Path, key: str) -> Path:

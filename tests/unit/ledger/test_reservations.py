@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.engines.reservation import Reservation, recalled, remember
+from kvtide.engines.reservation import Reservation, StartCosts, recalled, remember
 from kvtide.errors import NeverFitsError
 from kvtide.ledger import Granted, Ledger, PoolFigures, State
 from kvtide.ranks.seat import Seat
@@ -188,3 +188,51 @@ def test_what_a_start_measured_is_kept_for_the_same_key(tmp_path: Path):
     for path in tmp_path.iterdir():
         path.write_text("nonsense")
     assert recalled(tmp_path, "llama tp=1") is None
+
+
+class Start:
+    """What a starting process holds, and who keeps it in mind."""
+
+    def __init__(self, ledger: Ledger, directory: Path, name: str = "b") -> None:
+        self.ledger = ledger
+        self.held = 10 * MIB  # its context, before anything is announced
+        self.instance = ledger.register(name, explicit=True)
+        seat = Seat(ledger, self.instance)
+        self.costs = StartCosts(seat, lambda: TOTAL, lambda: self.held, directory, "llama tp=1")
+
+    def loading(self) -> int:
+        found = {i.name: i for i in self.ledger.snapshot().instances}
+        return found[self.instance.name].loading_bytes
+
+
+def test_the_first_start_reserves_its_weights_and_the_next_what_that_one_came_to(ledger, tmp_path):
+    first = Start(ledger, tmp_path)
+    first.costs.reserve(40 * MIB, 0)
+    assert first.loading() == 40 * MIB
+    first.held += 30 * MIB
+    first.costs.loaded()
+    assert first.loading() == 10 * MIB
+    first.held += 25 * MIB  # graphs and workspaces, which no plan knew
+    first.costs.loaded()
+    assert first.loading() == 0
+    first.costs.finish(first.held, "driver")
+    second = Start(ledger, tmp_path, "c")
+    second.costs.reserve(40 * MIB, 0)
+    assert second.loading() == 55 * MIB
+
+
+def test_a_start_of_which_nothing_is_known_reserves_nothing(ledger, tmp_path):
+    start = Start(ledger, tmp_path)
+    start.costs.reserve(0, 0)
+    start.held += 30 * MIB
+    start.costs.loaded()
+    assert start.loading() == 0
+    start.costs.finish(start.held, "torch")
+    assert ledger.snapshot().instances[0].non_kv_bytes == 40 * MIB
+
+
+def test_a_start_that_shrank_reserves_nothing_below_zero(ledger, tmp_path):
+    remember(tmp_path, "llama tp=1", 4 * MIB)  # less than a process now holds before it loads
+    start = Start(ledger, tmp_path)
+    start.costs.reserve(40 * MIB, 0)
+    assert start.loading() == 0

@@ -9,11 +9,15 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from kvtide.device.cuda import CudaDevice
+from kvtide.engines import family
+from kvtide.engines.reservation import StartCosts
 from kvtide.engines.seats import spec_of
 from kvtide.engines.vllm.own_figures import Graphs
 from kvtide.engines.vllm.own_memory import CONTEXT_BYTES, alone_on_device
-from kvtide.engines.vllm.post_capture import describe_own, record_own_bytes
+from kvtide.engines.vllm.post_capture import describe_own, measure_own, record_headroom
+from kvtide.engines.vllm.starting import announce_start
 from kvtide.engines.vllm.worker import ElasticWorker
+from kvtide.errors import KvtideError
 from kvtide.observe.own_figures import by_kind
 from kvtide.settings import Settings
 from kvtide.sizing.capacity import address_capacity, vllm_capacity
@@ -27,15 +31,29 @@ _log = logging.getLogger("vllm.kvtide")
 class ElasticGPUWorker(ElasticWorker, Worker):  # type: ignore[misc]
     """Capacity from the device's total and this process's own costs."""
 
+    kvtide_start: StartCosts | None = None
+
     def init_device(self) -> None:
-        """Initialise as if alone on the device."""
+        """Initialise as if alone on the device, and announce what is about to be loaded."""
         with alone_on_device():
             super().init_device()
+        try:
+            self.kvtide_start = announce_start(self)
+        except KvtideError as error:
+            family.end_server(error)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the weights; what is loaded is no longer to come."""
+        super().load_model(*args, **kwargs)
+        if self.kvtide_start is not None:
+            self.kvtide_start.loaded()
 
     def determine_available_memory(self) -> int:
         """Profile as vLLM does; the capacity is the stable one, or the explicit one."""
         with alone_on_device():
             available: int = super().determine_available_memory()
+        if self.kvtide_start is not None:
+            self.kvtide_start.loaded()
         if self.cache_config.kv_cache_memory_bytes:
             self.kvtide_budget_bytes = available
             return available
@@ -77,8 +95,12 @@ class ElasticGPUWorker(ElasticWorker, Worker):  # type: ignore[misc]
             torch.cuda.synchronize(self.device)
             self.kvtide.forget_named()
         self._tell_of_own(graphs.captured_bytes)
+        own_bytes, source = measure_own(self)
+        if self.kvtide_start is not None:
+            self.kvtide_start.finish(own_bytes, source)
+            self.kvtide_start = None
         if Settings.from_environ().post_capture:
-            record_own_bytes(self)
+            record_headroom(self, own_bytes, source)
         return result
 
     def _tell_of_own(self, graphs_bytes: int) -> None:

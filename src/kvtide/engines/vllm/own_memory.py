@@ -11,7 +11,7 @@ import torch
 from kvtide.device.driver import process_bytes
 from kvtide.units import MIB
 
-__all__ = ["CONTEXT_BYTES", "alone_on_device"]
+__all__ = ["CONTEXT_BYTES", "alone_on_device", "own_bytes"]
 
 # What a torch process holds beyond torch's own reserve, where nobody tells: measured on an H200.
 CONTEXT_BYTES = 640 * MIB
@@ -28,7 +28,7 @@ def alone_on_device() -> Iterator[None]:
 
     def get_memory_info(device: Any = None) -> tuple[int, int]:
         _, total_bytes = original(device) if device is not None else original()
-        return total_bytes - _own_bytes(device), total_bytes
+        return total_bytes - own_bytes(device), total_bytes
 
     torch.accelerator.get_memory_info = get_memory_info
     try:
@@ -37,7 +37,8 @@ def alone_on_device() -> Iterator[None]:
         torch.accelerator.get_memory_info = original
 
 
-def _own_bytes(device: Any) -> int:
+def own_bytes(device: Any = None) -> int:
+    """What this process holds of a device in all, in bytes."""
     index = torch.device(device).index if device is not None else None
     if index is None:
         index = torch.accelerator.current_device_index()

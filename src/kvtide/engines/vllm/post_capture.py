@@ -14,7 +14,7 @@ from kvtide.errors import LedgerError
 from kvtide.sizing.capacity import activation_headroom
 from kvtide.units import format_size
 
-__all__ = ["describe_own", "eager_reason", "record_own_bytes"]
+__all__ = ["describe_own", "eager_reason", "measure_own", "record_headroom"]
 
 _log = logging.getLogger("vllm.kvtide")
 
@@ -54,19 +54,25 @@ def eager_reason(vllm_config: Any, groups: Any) -> str | None:
     return None
 
 
-def record_own_bytes(worker: Any) -> None:
-    """Enter an instance's own bytes and its headroom in the ledger; log each term.
+def measure_own(worker: Any) -> tuple[int, str]:
+    """What a warm worker holds beside its KV cache, in bytes, and who says so: driver or torch."""
+    endpoint = worker.kvtide
+    told = endpoint.memory.device.own_bytes()
+    if told is None:
+        return int(torch.accelerator.memory_reserved(worker.device)) + CONTEXT_BYTES, "torch"
+    return max(0, told - endpoint.memory.arena.mapped_bytes), "driver"
+
+
+def record_headroom(worker: Any, own_bytes: int, source: str) -> None:
+    """Enter an instance's headroom in the ledger; log each term of what it may hold.
 
     The budget leaves out by itself what an instance holds beside its pools, since it is sampled;
     the headroom is what it does not hold now and must find free when a step needs it.
     """
     endpoint = worker.kvtide
     device = endpoint.memory.device
-    mapped_bytes = endpoint.memory.arena.mapped_bytes
     reserved_bytes = int(torch.accelerator.memory_reserved(worker.device))
     allocated_bytes = int(torch.accelerator.memory_allocated(worker.device))
-    told = device.own_bytes()
-    own_bytes = reserved_bytes + CONTEXT_BYTES if told is None else told - mapped_bytes
     reason = eager_reason(worker.vllm_config, worker.model_runner.kv_cache_config.kv_cache_groups)
     peak_bytes = int(vars(worker).get("peak_activation_memory", 0))
     headroom_bytes = activation_headroom(
@@ -80,7 +86,6 @@ def record_own_bytes(worker: Any) -> None:
             "kvtide: %s stay free for activations, since %s", format_size(headroom_bytes), reason
         )
     seat = endpoint.seat
-    seat.instance.measured(max(0, own_bytes), "torch" if told is None else "driver")
     try:
         # A larger one that was set by hand stands.
         seat.ledger.set_terms(
@@ -100,6 +105,6 @@ def record_own_bytes(worker: Any) -> None:
         format_size(total_bytes),
         format_size(margin_bytes),
         format_size(own_bytes),
-        "books of torch" if told is None else "driver",
+        "books of torch" if source == "torch" else "driver",
         format_size(headroom_bytes),
     )
