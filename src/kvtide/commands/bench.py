@@ -77,7 +77,7 @@ def _serve(
     ] = "",
     engine: Annotated[str, typer.Option(help="The engine: vllm.")] = "vllm",
     pairs: Annotated[int, typer.Option(help="Interleaved pairs.")] = 5,
-    requests: Annotated[int, typer.Option(help="Requests of one round.")] = 64,
+    requests: Annotated[int, typer.Option(help="Requests of one round.")] = 384,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 256,
     output_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
     concurrency: Annotated[int, typer.Option(help="Requests at a time, closed loop.")] = 16,
