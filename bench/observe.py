@@ -344,7 +344,7 @@ def measure(steps: int, running: int, seed: int) -> dict[str, Any]:
             "running": running,
             "pairs": steps,
             "events_a_step": round(events / steps, 3),
-            "counts_a_step": round(counts / steps, 3),
+            "counted_a_step": round(counts / steps, 3),
             "step_us_on": round(sum(on for on, _ in kept) / len(kept) / 1e3, 2),
             "step_us_off": round(sum(off for _, off in kept) / len(kept) / 1e3, 2),
             "ratio": round(_ratio(kept), 5),

@@ -14,7 +14,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from served import Served
-from test_page import console_errors, row, until, width
+from test_page import console_errors, row, serious, until, width
 
 from kvtide.ledger import Ledger
 from kvtide.units import MIB
@@ -137,6 +137,7 @@ def test_two_engines_on_the_page(servers, directory, browser, tmp_path):
         assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
         assert b'kvtide_shrinks_total{cause="limit"' in metrics
         assert b'call="create"' in metrics
+        assert serious(browser) == []
         if SHOTS:
             browser.save_screenshot(str(Path(SHOTS) / f"page-{browser.kvtide_scheme}.png"))
             (Path(SHOTS) / "top.txt").write_text(frame)

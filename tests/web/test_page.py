@@ -44,6 +44,17 @@ def console_errors(browser):
     return [line for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
 
 
+def serious(browser):
+    """What axe-core finds that keeps somebody from using the page."""
+    browser.execute_script(AXE.read_text())
+    found = browser.execute_async_script(
+        "const done = arguments[0]; axe.run(document).then(done, (e) => done(String(e)))"
+    )
+    assert found["passes"]
+    bad = [(v["id"], v["impact"], [n["html"] for n in v["nodes"]]) for v in found["violations"]]
+    return [v for v in bad if v[1] in ("serious", "critical")]
+
+
 @pytest.fixture
 def page(browser, served, world):
     world.engine("chat").hold(40, 60, 4)
@@ -127,13 +138,7 @@ def test_an_instance_that_ends_vanishes(page, world):
 def test_axe_finds_nothing_serious(page, world):
     world.engines["chat"].hold(60, 60, 4)
     until(page, lambda: cell(page, "chat", "used") == "60 MiB", "the figure has moved")
-    page.execute_script(AXE.read_text())
-    found = page.execute_async_script(
-        "const done = arguments[0]; axe.run(document).then(done, (e) => done(String(e)))"
-    )
-    bad = [(v["id"], v["impact"], [n["html"] for n in v["nodes"]]) for v in found["violations"]]
-    assert [v for v in bad if v[1] in ("serious", "critical")] == []
-    assert found["passes"]
+    assert serious(page) == []
     if SHOTS:
         page.save_screenshot(str(Path(SHOTS) / f"page-{page.kvtide_scheme}.png"))
 
@@ -158,3 +163,60 @@ def test_trim_asks_the_engine(page, world):
     until(page, lambda: "chat gave back 0 B" in notice.text, "the page says what came of it")
     ledger = world.ledger
     assert ledger.is_trimming(world.engines["chat"].instance.key)
+
+
+def edit(page, name):
+    row(page, name).find_element(By.CLASS_NAME, "terms").click()
+    return {
+        term: page.find_element(By.ID, f"terms-{term}")
+        for term in ("limit", "min", "priority", "headroom")
+    }
+
+
+def test_terms_are_edited_by_keyboard_alone(page, world):
+    row(page, "code").find_element(By.CLASS_NAME, "terms").send_keys(Keys.ENTER)
+    dialog = page.find_element(By.ID, "terms")
+    assert page.find_element(By.ID, "terms-title").text == "Terms of code"
+    assert page.switch_to.active_element.get_attribute("id") == "terms-limit"
+    for text in ("none", "32MiB", "-2", "16MiB"):
+        page.switch_to.active_element.send_keys(Keys.CONTROL, "a")
+        page.switch_to.active_element.send_keys(text, Keys.TAB)
+    assert page.switch_to.active_element.text == "Set"
+    page.switch_to.active_element.send_keys(Keys.ENTER)
+    until(page, lambda: not dialog.is_displayed(), "the dialog is gone")
+    (terms,) = (i.terms for i in world.ledger.snapshot().instances if i.name == "code")
+    assert terms == (None, 32 * MIB, -2, 16 * MIB)
+    shown = "min 32 MiB, priority -2, headroom 16 MiB"
+    until(page, lambda: cell(page, "code", "terms") == shown, "the row shows them")
+    marks = "return document.querySelectorAll(\"tr[data-instance='code'] .min\").length"
+    assert page.execute_script(marks) == 1
+    assert page.switch_to.active_element.get_attribute("aria-label").startswith("Edit the terms")
+
+
+def test_terms_changed_elsewhere_meanwhile_are_not_overwritten(page, world):
+    fields = edit(page, "chat")
+    world.ledger.set_terms("chat", lambda terms: terms._replace(priority=7))
+    until(page, lambda: cell(page, "chat", "terms") == "priority 7", "the page knows already")
+    assert fields["priority"].get_attribute("value") == "0"
+    fields["min"].clear()
+    fields["min"].send_keys("8MiB", Keys.ENTER)
+    said = page.find_element(By.ID, "terms-notice")
+    until(page, lambda: "revision" in said.text, "the dialog says that it is stale")
+    fields["min"].send_keys(Keys.ESCAPE)
+    until(page, lambda: not page.find_element(By.ID, "terms").is_displayed(), "it is left")
+    (terms,) = (i.terms for i in world.ledger.snapshot().instances if i.name == "chat")
+    assert (terms.min_bytes, terms.priority) == (0, 7)
+    assert edit(page, "chat")["priority"].get_attribute("value") == "7"
+    assert all("409" in line["message"] for line in console_errors(page))
+
+
+def test_terms_that_cannot_be_had_say_why_beside_the_fields(page, world):
+    fields = edit(page, "chat")
+    fields["min"].clear()
+    fields["min"].send_keys("1TiB", Keys.ENTER)
+    said = page.find_element(By.ID, "terms-notice")
+    until(page, lambda: "budget" in said.text, "the dialog says why")
+    assert serious(page) == []
+    page.find_element(By.ID, "terms-leave").click()
+    assert not page.find_element(By.ID, "terms").is_displayed()
+    assert all("404" in line["message"] for line in console_errors(page))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from kvtide.errors import UsageError
 from kvtide.settings import Settings
 
 if TYPE_CHECKING:
-    from kvtide.top.state import Action
+    from kvtide.top.state import Action, Term
 
 __all__ = ["register"]
 
@@ -27,7 +27,7 @@ def top(
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
 ) -> None:
-    """Watch the devices; keys sort, set a limit, trim."""
+    """Watch the devices; keys sort, set limit, min, priority or headroom, and trim."""
     from kvtide.observe.watcher import Watcher
 
     directory = Settings.from_environ().dir
@@ -59,12 +59,26 @@ def _print_once(watcher: object) -> None:
 
 def _change(action: Action) -> str:
     from kvtide import control
-    from kvtide.units import format_size, parse_size
+    from kvtide.units import format_size
 
     if action.what == "trim":
         (done,) = control.trim(action.name, device=action.device, wait_seconds=0.5)
         freed = format_size(max(0, done.before_bytes - done.after_bytes))
         return f"{action.name} gave back {freed}"
-    limit = None if action.value == "none" else parse_size(action.value)
-    control.set(action.name, limit=limit, revision=action.revision, device=action.device)
-    return f"the limit of {action.name} is {action.value} now"
+    assert action.what != "quit"
+    terms: dict[str, Any] = {action.what: _value(action.what, action.value)}
+    control.set(action.name, **terms, revision=action.revision, device=action.device)
+    return f"the {action.what} of {action.name} is {action.value} now"
+
+
+def _value(term: Term, text: str) -> int | None:
+    from kvtide.units import parse_size
+
+    if term == "limit" and text == "none":
+        return None
+    if term != "priority":
+        return parse_size(text)
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"a priority is a number such as 2 or -1, not {text!r}") from None

@@ -37,7 +37,9 @@ from kvtide.units import parse_size
 __all__ = ["make_app"]
 
 _HERE = Path(__file__).parent
-_PAGES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
+_PAGES = {"/": "page.html"} | {
+    f"/{name}": name for name in ("page.css", "page.js", "common.js", "terms.js")
+}
 _MAX_STREAMED = 1_000_000
 
 R = TypeVar("R")

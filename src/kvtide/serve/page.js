@@ -1,28 +1,16 @@
 // The page of `kvtide serve`: draws what the server streams, and sends changes with the token.
 
-const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+import { $, change, exact, pathOf, size, text } from "/common.js";
+import { editTerms, termsText } from "/terms.js";
+
 const HISTORY_SECONDS = 900;
 const KEPT_EVENTS = 200;
 
-const $ = (id) => document.getElementById(id);
 const points = new Map(); // device -> [{time, outside_bytes, mapped_bytes}]
 const hues = new Map(); // device and instance -> number
 const sections = new Map(); // device -> element
+const seen = new WeakMap(); // an instance's row -> what it was last
 let stream = null;
-
-function size(bytes) {
-  let value = bytes, unit = 0;
-  while (value >= 1024 && unit < UNITS.length - 1) { value /= 1024; unit += 1; }
-  const digits = Number.isInteger(value) || value >= 100 ? 0 : value >= 10 ? 1 : 2;
-  return `${value.toFixed(digits)} ${UNITS[unit]}`;
-}
-
-// A size that reads back as the very same bytes.
-function exact(bytes) {
-  let value = bytes, unit = 0;
-  while (value && value % 1024 === 0 && unit < UNITS.length - 1) { value /= 1024; unit += 1; }
-  return `${value}${UNITS[unit]}`;
-}
 
 function hue(device, instance) {
   const key = `${device}\n${instance}`;
@@ -33,11 +21,6 @@ function hue(device, instance) {
     hues.set(key, n);
   }
   return `hue${hues.get(key)}`;
-}
-
-// Texts are set only where they differ, so that a screen reader's place and a selection stay.
-function text(element, wanted) {
-  if (element.textContent !== wanted) element.textContent = wanted;
 }
 
 function segments(bar, wanted, total) {
@@ -142,8 +125,12 @@ function newRow(device, instance) {
   const trim = row.querySelector(".trim");
   trim.setAttribute("aria-label", `Trim ${instance.name}: have it give back its idle memory`);
   trim.addEventListener("click", () => change(
-    `/api/v1/instances/${encodeURIComponent(instance.name)}/trim`, "POST", { device: device.device },
+    `${pathOf(instance.name)}/trim`, "POST", { device: device.device },
     ([done]) => `${instance.name} gave back ${size(Math.max(0, done.before_bytes - done.after_bytes))}.`));
+  const terms = row.querySelector(".terms");
+  terms.setAttribute("aria-label", `Edit the terms of ${instance.name}: limit, min, priority and headroom`);
+  terms.setAttribute("aria-haspopup", "dialog");
+  terms.addEventListener("click", () => editTerms(device.device, seen.get(row)));
   return row;
 }
 
@@ -164,9 +151,8 @@ function showRow(row, device, instance) {
   text(row.querySelector(".is-used"), size(instance.used_bytes));
   text(row.querySelector(".is-cached"), size(instance.cached_bytes));
   text(row.querySelector(".is-waiting"), instance.waiting_bytes ? size(instance.waiting_bytes) : "");
-  const unbacked = instance.min_bytes - instance.backed_min_bytes;
-  text(row.querySelector(".is-min"), instance.min_bytes
-    ? size(instance.min_bytes) + (unbacked > 0 ? `, ${size(unbacked)} unbacked` : "") : "");
+  text(row.querySelector(".is-terms"), termsText(instance));
+  seen.set(row, instance);
   const input = row.querySelector("input");
   if (row.dataset.revision !== String(instance.limit_revision)) {
     row.dataset.revision = instance.limit_revision;
@@ -177,26 +163,8 @@ function showRow(row, device, instance) {
 async function setLimit(device, row) {
   const name = row.dataset.instance, wanted = row.querySelector("input").value.trim();
   const body = { limit: wanted === "none" || wanted === "" ? null : wanted, device, revision: Number(row.dataset.revision) };
-  await change(`/api/v1/instances/${encodeURIComponent(name)}`, "PATCH", body,
+  await change(pathOf(name), "PATCH", body,
     () => `The limit of ${name} is ${body.limit ?? "none"} now.`);
-}
-
-async function change(path, method, body, done) {
-  try {
-    const response = await fetch(path, {
-      method, body: JSON.stringify(body),
-      headers: { "Content-Type": "application/json", Authorization: `Bearer ${$("token").value}` },
-    });
-    const answer = await response.json();
-    notice(response.ok ? done(answer) : answer.error, !response.ok);
-  } catch {
-    notice("The server does not answer.", true);
-  }
-}
-
-function notice(message, bad) {
-  $("notice").className = bad ? "bad" : "";
-  $("notice").textContent = message;
 }
 
 function addPoint(point) {

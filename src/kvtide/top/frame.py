@@ -17,12 +17,15 @@ __all__ = ["frame"]
 
 # How each use of memory is drawn; without colours too they differ.
 _USES: Final = (("used", "█"), ("cached", "▓"), ("idle", "░"), ("quarantined", "x"))
-_OUTSIDE, _FREE, _LIMIT, _WAITS = "#", "·", "|", "!"
+# Beside the KV cache; on the host device that does not count.
+_BESIDE: Final = (("non_kv", "%"), ("loading", "+"))
+_OUTSIDE, _FREE, _LIMIT, _MIN, _WAITS = "#", "·", "|", ":", "!"
+_LEGEND = "█ in use ▓ cached ░ idle % beside + loading # others | limit : min ! waits"
 _HUES: Final = ("blue", "yellow", "green", "magenta", "cyan", "red")
 _STATE_STYLES: Final = {"waiting": "bold red", "dead": "bold red", "running": "green"}
 _NAME_WIDTH, _STATE_WIDTH, _SIZE_WIDTH = 18, 9, 9
 _ROWS_OF_EVENTS = 4
-_KEYS = "↑↓ choose s sort l limit t trim q quit"
+_KEYS = "↑↓ choose s sort l limit m min p priority h headroom t trim q quit"
 
 
 def frame(sample: Sample, events: Sequence[Event], chosen: Chosen, width: int, height: int) -> Text:
@@ -85,7 +88,7 @@ def _bar(
         (getattr(instance, f"{use}_bytes"), mark, hues[instance.key])
         for instance in instances
         if instance.state != "dead"
-        for use, mark in _USES
+        for use, mark in _uses(device)
     ]
     parts.append((device.outside_bytes, _OUTSIDE, "white"))
     bar, sum_bytes, drawn = Text("["), 0, 0
@@ -98,6 +101,10 @@ def _bar(
     bar.append(_FREE * (room - drawn), style="dim")
     bar.append("]")
     return bar
+
+
+def _uses(device: DeviceStatus) -> tuple[tuple[str, str], ...]:
+    return _USES if device.backend == "host" else (*_USES, *_BESIDE)
 
 
 def _own_width(width: int) -> int:
@@ -155,21 +162,22 @@ def _more(instance: InstanceStatus) -> Text | None:
 
 
 def _own_bar(device: DeviceStatus, instance: InstanceStatus, hue: str, room: int) -> Text:
-    """Of one instance, on the scale of its device: what it holds, waits for, and its limit."""
+    """Of one instance, on the scale of its device: what it holds, waits for, limit and min."""
     marks, sum_bytes = [_FREE] * room, 0
-    for use, mark in (*_USES, ("waiting", _WAITS)):
+    for use, mark in (*_uses(device), ("waiting", _WAITS)):
         before = round(room * sum_bytes / device.total_bytes)
         sum_bytes += getattr(instance, f"{use}_bytes")
         for at in range(before, min(room, round(room * sum_bytes / device.total_bytes))):
             marks[at] = mark
-    if instance.limit_bytes is not None:
-        at = round(room * instance.limit_bytes / device.total_bytes)
-        marks[max(0, min(room - 1, at))] = _LIMIT
+    for size_bytes, mark in ((instance.min_bytes or None, _MIN), (instance.limit_bytes, _LIMIT)):
+        if size_bytes is not None:
+            at = round(room * size_bytes / device.total_bytes)
+            marks[max(0, min(room - 1, at))] = mark
     return Text("".join(marks), style=hue)
 
 
 def _events(events: Sequence[Event], width: int) -> list[Text]:
-    lines = [Text("─" * width, style="dim")]
+    lines = [Text(f"─ {_LEGEND} ".ljust(width, "─"), style="dim")]
     for event in events[-_ROWS_OF_EVENTS:]:
         when = time.strftime("%H:%M:%S", time.localtime(event.time))
         lines.append(Text(f"{when} {event.instance} {event.text}"))
@@ -181,4 +189,4 @@ def _last_line(chosen: Chosen) -> Text:
         return Text(f"{chosen.asking}: {chosen.typed}▏ (Enter sets, Esc leaves)", style="bold")
     if chosen.said:
         return Text(f"{chosen.said}  ({_KEYS})")
-    return Text(f"{_KEYS}   █ in use ▓ cached ░ idle # others", style="dim")
+    return Text(_KEYS, style="dim")

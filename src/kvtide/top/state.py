@@ -8,7 +8,9 @@ from typing import Final, Literal
 
 from kvtide.observe.snapshot import InstanceStatus, Status
 
-__all__ = ["SORTS", "Action", "Chosen", "ordered", "press", "settled"]
+__all__ = ["SORTS", "Action", "Chosen", "Term", "ordered", "press", "settled"]
+
+Term = Literal["limit", "min", "priority", "headroom"]
 
 SORTS: Final = ("mapped", "in use", "cached", "name")
 _ORDERS: Final[tuple[Callable[[InstanceStatus], object], ...]] = (
@@ -18,6 +20,13 @@ _ORDERS: Final[tuple[Callable[[InstanceStatus], object], ...]] = (
     lambda i: i.name,
 )
 _MAX_TYPED = 20
+# What a key asks for, and what may be answered.
+_TERMS: Final[dict[str, tuple[Term, str]]] = {
+    "l": ("limit", "12GiB, none"),
+    "m": ("min", "4GiB, 0"),
+    "p": ("priority", "-1000 to 1000"),
+    "h": ("headroom", "1GiB, 0"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,7 @@ class Chosen:
     sort
         Which of `SORTS`.
     asking
-        What is asked for now, or None; `typed` is the answer so far.
+        What is asked for now, or None; `term` is what it sets, `typed` is the answer so far.
     said
         What became of the last change.
     """
@@ -39,6 +48,7 @@ class Chosen:
     key: tuple[str, str] | None = None
     sort: int = 0
     asking: str | None = None
+    term: Term = "limit"
     typed: str = ""
     said: str = ""
 
@@ -47,7 +57,7 @@ class Chosen:
 class Action:
     """What a key asks to be done, to the instance of this name on this device."""
 
-    what: Literal["quit", "limit", "trim"]
+    what: Literal["quit", "trim"] | Term
     device: str = ""
     name: str = ""
     value: str = ""
@@ -100,8 +110,9 @@ def press(chosen: Chosen, key: str, status: Status) -> tuple[Chosen, Action | No
     if there is None:
         return chosen, None
     device, instance = there
-    if key == "l":
-        return replace(chosen, asking=f"limit of {instance.name} (12GiB, none)"), None
+    if key in _TERMS:
+        term, answers = _TERMS[key]
+        return replace(chosen, term=term, asking=f"{term} of {instance.name} ({answers})"), None
     if key == "t":
         return chosen, Action("trim", device, instance.name)
     return chosen, None
@@ -120,7 +131,7 @@ def _answer(
         if not chosen.typed:
             return done, None
         revision = instance.limit_revision
-        return done, Action("limit", device, instance.name, chosen.typed, revision)
+        return done, Action(chosen.term, device, instance.name, chosen.typed, revision)
     if len(key) == 1 and key.isprintable() and len(chosen.typed) < _MAX_TYPED:
         return replace(chosen, typed=chosen.typed + key), None
     return chosen, None

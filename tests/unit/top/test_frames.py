@@ -43,7 +43,8 @@ def instance(name, key, used, cached, idle, *, state="running", limit=None, **mo
 
 def device(*instances, uuid="host", total=256 * MIB, **more):
     charged = sum(i.charged_bytes for i in instances)
-    return DeviceStatus(uuid, "host", total, 0, total, charged, total - charged, instances, **more)
+    backend = "cuda" if uuid.startswith("GPU") else "host"
+    return DeviceStatus(uuid, backend, total, 0, total, charged, total - charged, instances, **more)
 
 
 EVENTS = tuple(
@@ -80,7 +81,15 @@ GPU = Sample(
         (
             device(
                 *(
-                    instance(f"vllm-a-model-with-a-long-name-{n}", f"{n}:1", 900 * n, 3000, 64)
+                    instance(
+                        f"vllm-a-model-with-a-long-name-{n}",
+                        f"{n}:1",
+                        600 * n,
+                        2000,
+                        64,
+                        non_kv_bytes=n % 2 * GIB,
+                        loading_bytes=n % 3 // 2 * GIB,
+                    )
                     for n in range(12)
                 ),
                 uuid="GPU-1",
@@ -155,6 +164,15 @@ def test_a_limit_is_asked_for_and_set_against_what_was_seen():
     chosen, actions = pressed(["down", "l", *"9X", "backspace", *"6MiB", "enter"])
     assert actions == [Action("limit", "host", "code", "96MiB", 4)]
     assert chosen.asking is None
+
+
+@pytest.mark.parametrize(
+    ("key", "term"), [("l", "limit"), ("m", "min"), ("p", "priority"), ("h", "headroom")]
+)
+def test_every_term_has_a_key(key, term):
+    chosen, actions = pressed([key])
+    assert (actions, chosen.asking.split()[:3]) == ([], [term, "of", "chat"])
+    assert pressed([*"7", "enter"], chosen)[1] == [Action(term, "host", "chat", "7", 4)]
 
 
 @pytest.mark.parametrize("keys", [["l", "escape"], ["l", *"9q", "escape"], ["l", "enter"]])

@@ -49,7 +49,7 @@ class Terminal:
         os.write(self.fd, keys.encode())
 
 
-def test_a_limit_is_set_by_keys(world):
+def test_terms_are_set_by_keys(world):
     chat = world.engine("chat")
     chat.hold(10, 20, 2)
     terminal = Terminal(world.directory)
@@ -59,6 +59,16 @@ def test_a_limit_is_set_by_keys(world):
     assert chat.instance.limit_bytes == 96 * MIB
     terminal.press("l1KiB of nonsense\r")
     terminal.until("is not a size")
+    terminal.press("m32MiB\r")
+    terminal.until("the min of chat is 32MiB now")
+    terminal.press("p-3\r")
+    terminal.until("the priority of chat is -3 now")
+    terminal.press("phigh\r")
+    terminal.until("a priority is a number")
+    terminal.press("h16MiB\r")
+    terminal.until("the headroom of chat is 16MiB now")
+    (view,) = world.ledger.snapshot().instances
+    assert view.terms == (96 * MIB, 32 * MIB, -3, 16 * MIB)
     terminal.press("q")
     assert terminal.process.wait(60) == 0
     os.close(terminal.fd)
