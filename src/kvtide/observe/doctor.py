@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from pathlib import Path
 
 from kvtide.device import open_device
-from kvtide.device.driver import Driver
 from kvtide.errors import DeviceError, SettingsError
 from kvtide.observe.findings import Finding, Report, SettingLine, note, ok, wrong
+from kvtide.observe.gpus import check_gpus
 from kvtide.observe.health import check_ledgers
 from kvtide.observe.isolation import check_isolation
 from kvtide.settings import Settings
@@ -35,7 +34,7 @@ def examine(environ: Mapping[str, str] = os.environ) -> Report:
         *settings_findings,
         *_check_engines(environ),
         _check_host(settings),
-        _check_cuda(),
+        *check_gpus(),
         *check_ledgers(settings.dir),
         *check_isolation(settings, environ),
     ]
@@ -173,20 +172,3 @@ def _check_host(settings: Settings) -> Finding:
             "lower KVTIDE_HOST_MEMORY: engines would be killed for memory",
         )
     return ok(about, f"{size} works ({format_size(available_bytes)} of memory is unused now)")
-
-
-def _check_cuda() -> Finding:
-    about = "cuda devices"
-    if not Path("/dev/nvidiactl").exists():
-        return note(about, "no NVIDIA driver here")
-    try:
-        driver = Driver()
-        count = driver.call(driver.api.cuDeviceGetCount)
-        names = [
-            driver.call(driver.api.cuDeviceGetName, 128, driver.call(driver.api.cuDeviceGet, i))
-            for i in range(count)
-        ]
-    except DeviceError as error:
-        return note(about, str(error), "GPUs stay unused until this is mended")
-    shown = ", ".join(name.decode().rstrip("\0") for name in names)
-    return ok(about, shown or "none visible")

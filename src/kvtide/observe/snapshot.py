@@ -12,7 +12,10 @@ __all__ = ["DeviceStatus", "InstanceStatus", "PoolStatus", "Status", "device_sta
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """The blocks of one rank. Sizes in bytes; `pid` is the process that holds the memory."""
+    """The blocks of one rank. Sizes in bytes; `pid` is the process that holds the memory.
+
+    `key`, here and of an instance, is its place in the ledger and the generation of that.
+    """
 
     name: str
     rank: int
@@ -23,6 +26,7 @@ class PoolStatus(msgspec.Struct, frozen=True):
     blocks_used: int
     blocks_cached: int
     extents: int
+    key: str = ""
 
 
 class InstanceStatus(msgspec.Struct, frozen=True):
@@ -196,4 +200,5 @@ def _pool(pool: PoolView) -> PoolStatus:
         blocks_used=pool.figures.blocks_used,
         blocks_cached=pool.figures.blocks_cached,
         extents=pool.figures.extents,
+        key=pool.key,
     )

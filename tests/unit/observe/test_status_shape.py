@@ -46,6 +46,7 @@ def test_one_instance_with_a_pool(directory):
     found = msgspec.json.decode(msgspec.json.encode(observe(directory)))
     (pool,) = found["devices"][0]["instances"][0]["pools"]
     assert pool.pop("pid") > 0
+    assert pool.pop("key") == account.key
     assert found["devices"][0]["instances"][0].pop("pid") > 0
     assert found == {
         "devices": [

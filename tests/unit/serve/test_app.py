@@ -130,7 +130,7 @@ def test_our_own_origin_may(world, client):
 
 
 def test_page_and_files_load_nothing_from_elsewhere(client):
-    for path in ("/", "/page.css", "/page.js"):
+    for path in ("/", "/page.css", "/page.js", "/common.js", "/terms.js"):
         answer = client.get(path)
         assert answer.status_code == 200
         assert not re.search(r"(src|href|url\(|import)[^\n]{0,9}https?://", answer.text)
