@@ -90,7 +90,7 @@ def test_tokens_are_native(pair: Pair) -> None:
 
 def test_memory_goes_when_the_cache_is_flushed(pair: Pair) -> None:
     pair.server.ask(pair.prompts[:4], 8)
-    until(lambda: pair.fleet.instance("a").state.name == "SLEEPING", 20, "it is idle")
+    until(lambda: pair.fleet.instance("a").state.name == "SLEEPING", 120, "it is idle")
     before = pair.fleet.held_bytes()
     pair.server.drop_cache()
     after = pair.fleet.held_bytes()
@@ -112,7 +112,7 @@ def call(server: SGLangServer, path: str, body: dict) -> None:
 
 def test_memory_is_released_on_request_and_it_serves_again_when_resumed(pair: Pair) -> None:
     pair.server.ask(pair.prompts[:4], 8)
-    until(lambda: pair.fleet.instance("a").state.name == "SLEEPING", 20, "it is idle")
+    until(lambda: pair.fleet.instance("a").state.name == "SLEEPING", 120, "it is idle")
     call(pair.server, "/release_memory_occupation", {"tags": ["kv_cache"]})
     pools = pair.fleet.instance("a").pools
     assert pair.fleet.held_bytes() == sum(pool.figures.pinned_bytes for pool in pools)
@@ -132,16 +132,17 @@ def test_states_come_and_go_as_keys_and_values_do(pair: Pair) -> None:
     at_first = states().mapped_bytes
     assert at_first == states().figures.pinned_bytes
     # Every one of them leaves a state in the cache: more than what is mapped at all times holds.
-    short = prompts_of(13, 2300, 8, 12)
-    first = tokens_of(pair.server.ask(short, 2, concurrency=60))
+    # Their keys and values are short, so that they are not what fills the device.
+    short = prompts_of(13, 2200, 3, 3)
+    first = tokens_of(pair.server.ask(short, 1, concurrency=60))
     grown = states().mapped_bytes
     cached = states().figures.blocks_cached
     print(f"states: {at_first >> 20} MiB mapped at first, {grown >> 20} MiB with {cached} cached")
     assert grown > at_first
     assert cached > 2047
-    again = pair.server.ask(short[:60], 2)
+    again = pair.server.ask(short[:60], 1)
     assert tokens_of(again) == first[:60]
     pair.server.drop_cache()
     assert states().mapped_bytes == at_first
-    assert tokens_of(pair.server.ask(short[:60], 2)) == first[:60]
+    assert tokens_of(pair.server.ask(short[:60], 1)) == first[:60]
     assert "memory leak" not in pair.server.log.read_text()

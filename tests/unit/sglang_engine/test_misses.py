@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -205,9 +206,31 @@ def test_another_error_is_another_error():
         choose(scheduler, Running(0))
 
 
+class Owing:
+    """Chosen requests, and the ones that are let go first."""
+
+    def __init__(self, due: int = 0, victims=()) -> None:
+        self.due = due
+        self.victims = set(victims)
+        self.ordered = False
+
+    @property
+    def defers_prompts(self) -> bool:
+        return self.due > 0
+
+    def retracts(self, batch, selected) -> bool:
+        return bool(self.victims if selected is None else self.victims & set(selected))
+
+    @contextlib.contextmanager
+    def in_order(self, batch):
+        self.ordered = True
+        yield
+
+
 class Tide:
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, owing: Owing | None = None) -> None:
         self.most = most
+        self.retraction = owing or Owing()
 
     def most_tokens(self) -> int:
         return self.most
@@ -233,3 +256,29 @@ def test_one_that_cannot_come_back_is_given_up(monkeypatch, why):
         last.to_finish = "aborted by its client"
     result = misses.retract(lambda _: ([], 0.5, [last]), SimpleNamespace(reqs=[last]))
     assert result == ([], 0.5, [last])
+
+
+def test_no_prompt_begins_while_what_runs_makes_room(monkeypatch):
+    monkeypatch.setattr(current, "_tide", Tide(100, Owing(due=3)))
+    chunked, fresh, running = request("long"), request("fresh"), Running(1)
+    scheduler = Scheduler([fresh], chunked)
+    assert choose(scheduler, running) == (None, running)
+    assert (scheduler.waiting_queue, scheduler.chunked_req) == ([fresh], chunked)
+    assert not running.batch_is_full
+    monkeypatch.setattr(current, "_tide", Tide(100))
+    scheduler.fails = None
+    assert choose(scheduler, running)[0] is not None
+
+
+def test_it_does_not_fit_until_those_that_were_chosen_are_gone(monkeypatch):
+    def fits(batch, selected_indices=None):
+        return True
+
+    monkeypatch.setattr(current, "_tide", Tide(100, Owing(due=3, victims=[1, 2])))
+    assert not misses.decode_fits(fits, None)
+    assert not misses.decode_fits(fits, None, selected_indices=[0, 1, 2])
+    assert not misses.decode_fits(fits, None, [0, 2])
+    assert misses.decode_fits(fits, None, selected_indices=[0])
+    monkeypatch.setattr(current, "_tide", Tide(100, Owing(due=0, victims=[1])))
+    assert misses.decode_fits(fits, None)
+    assert not misses.decode_fits(lambda *_: False, None)

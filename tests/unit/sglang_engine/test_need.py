@@ -72,15 +72,31 @@ def test_the_load_is_what_decodes_and_what_one_step_can_take_up():
     waiting = [request(200, 0, 0), request(150, 4, 0), request(9, 0, 0)]
     load = read_load(scheduler(last_batch=just_begun, waiting_queue=waiting), running)
     assert load.running == [15, 20]
-    # The second prompt is cut where the step is full; a request that was retracted has less to go.
-    assert load.waiting == [(200, 64), (100, 60)]
+    # The step is full with the second prompt, of which all is wanted; a request that was retracted
+    # has less to go.
+    assert load.waiting == [(200, 64), (154, 60)]
+    assert load.step == 300
 
 
 def test_a_prompt_in_chunks_comes_first_and_does_not_decode():
     chunked = request(500, 0, 300, prefix_indices=[0] * 300)
     running = SimpleNamespace(reqs=[chunked])
     load = read_load(scheduler(chunked_req=chunked, waiting_queue=[request(500, 0, 0)]), running)
-    assert load == Load([], 200, [(100, 64)])
+    assert load == Load([], 200, [(500, 64)], 300)
+
+
+def test_all_of_a_long_prompt_is_wanted_and_of_its_windows_what_a_step_takes():
+    (long,) = waiting = [request(2000, 0, 0)]
+    load = read_load(scheduler(waiting_queue=waiting), SimpleNamespace(reqs=[]))
+    need = load.need(1, 64, 0)
+    assert need.full >= 2000
+    assert need.window <= 300 + 64 + 5
+    long.prefix_indices = [0] * 300
+    long.kv.holds_kv = True
+    load = read_load(scheduler(chunked_req=long), SimpleNamespace(reqs=[]))
+    assert load.chunk == 1700
+    assert load.need(1, 64, 0).full >= 1700
+    assert load.need(1, 64, 0).window <= 300 + 64 + 5
 
 
 def test_no_more_requests_than_may_run():

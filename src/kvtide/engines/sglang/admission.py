@@ -49,16 +49,14 @@ class ElasticPrefillAdder(PrefillAdder):  # type: ignore[misc]
         return tide.growable
 
     def _takes(self, req: Any) -> int:
-        """Slots that a prompt takes in this batch: all of it, or as much as a chunk may have."""
+        """Slots that all of a prompt takes, whatever this batch can take up of it."""
         done = era_of(self.tree_cache).prefix_length(req)
         tokens = len(req.full_untruncated_fill_ids) - done
-        if self.rem_chunk_tokens is not None:
-            tokens = min(tokens, self.rem_chunk_tokens)
         return int(self.ceil_paged_tokens(tokens)) + int(self.page_size)
 
     def add_chunked_req(self, req: Any) -> Any:
-        """Take up more of a prompt."""
-        self._now = self._takes(req)
+        """Take up more of a prompt, as much as there is memory for."""
+        self._now = min(self._takes(req), self.rem_chunk_tokens + int(self.page_size))
         try:
             return super().add_chunked_req(req)
         finally:

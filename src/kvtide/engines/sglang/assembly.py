@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtide.engines.sglang.cached import cached_by
 from kvtide.engines.sglang.memory import Slots
 from kvtide.engines.sglang.parts import Part, part_of
 from kvtide.errors import UnsupportedError
-from kvtide.ledger import Ledger
-from kvtide.ranks.watch import Watch
 
-__all__ = ["Rank", "make_watch", "parts_of", "slots_of"]
+__all__ = ["Rank", "parts_of", "slots_of"]
 
 
 class Rank(NamedTuple):
@@ -66,10 +62,3 @@ def slots_of(scheduler: Any, kind: str) -> Slots:
     if scheduler.is_hybrid_swa:
         allocator = vars(allocator)[f"{kind}_attn_allocator"]
     return Slots(allocator, cached_by(tree, kind, scheduler.page_size))
-
-
-def make_watch(ranks: Sequence[Rank], wake: Callable[[], None]) -> Watch:
-    """The first rank is woken for the devices of all: the others wait for it."""
-    ledgers = {r.uuid: (Ledger.attach(Path(r.ledger)), r.instance) for r in ranks}
-    wakers = [ledger.instance(key).waker() for ledger, key in ledgers.values()]
-    return Watch(wakers, [ledger for ledger, _ in ledgers.values()], wake)

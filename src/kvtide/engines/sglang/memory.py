@@ -80,14 +80,21 @@ class _SharedGiving(Giving[Any]):
         if self._changes.busy:
             return 0
         (seat,) = self._seats.values()
-        share_bytes = self._granule * self.ranks_on_device
-        return -(-seat.ledger.demand(seat.instance) // share_bytes)
+        return self._share(seat.ledger.demand(seat.instance))
+
+    def demanded_of_running(self) -> list[int]:
+        """The same of what requests hold, beyond what is idle."""
+        (seat,) = self._seats.values()
+        return [self._share(seat.ledger.demands(seat.instance).running_bytes)]
+
+    def _share(self, size_bytes: int) -> int:
+        return -(-size_bytes // (self._granule * self.ranks_on_device))
 
     def give(self, granules: int) -> bool:
         """Give so much of what no request holds; whether anything is going."""
         if self._changes.busy:
             return True
-        cause = Cause.LIMIT if self._above_limit() else Cause.OTHERS
+        cause = self._cause()
         if self.ranks == 1:
             reclaim = self._plan_with_splits([granules], cause)
         else:
@@ -107,6 +114,13 @@ class _SharedGiving(Giving[Any]):
 
     # Blocks that must stay for the requests that run, whether they hold them now or not.
     floor = 0
+
+    @property
+    def idle_blocks(self) -> int:
+        """Blocks that others may ask for."""
+        idle = super().idle_blocks
+        used = self._pool.usable_count - 1 - self._idle_count
+        return max(0, idle - max(0, self.floor - used))
 
     def standing(self) -> Standing:
         """What the allocator and the tree say; what must stay counts as in use."""

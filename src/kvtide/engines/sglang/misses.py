@@ -10,7 +10,7 @@ from typing import Any
 from kvtide.engines.sglang import current
 from kvtide.engines.sglang.eras import era_of
 
-__all__ = ["allocate_prompts", "choose_prompts", "retract"]
+__all__ = ["allocate_prompts", "choose_prompts", "decode_fits", "retract"]
 
 _log = logging.getLogger("sglang.kvtide")
 
@@ -68,6 +68,9 @@ def choose_prompts(
     choose: Callable[..., tuple[Any, Any]], scheduler: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
     """Choose the next batch of prompts; one that cannot be backed goes back to the queue."""
+    tide, running = current.tide(), kwargs["running_batch"]
+    if tide is not None and tide.retraction.defers_prompts:
+        return None, running
     waiting = list(scheduler.waiting_queue)
     chunked, era = scheduler.chunked_req, era_of(scheduler.tree_cache)
     kept = (
@@ -80,7 +83,6 @@ def choose_prompts(
     try:
         return choose(scheduler, *args, **kwargs)
     except _MissError as miss:
-        running = kwargs["running_batch"]
         _put_back(scheduler, waiting, kept, middle, nodes)
         running.batch_is_full = not running.is_empty()
         _log.info("kvtide: prompts wait, there is no memory for them: %s", _first_line(miss))
@@ -133,10 +135,13 @@ def retract(
     choose: Callable[[Any], tuple[list[Any], float, list[Any]]], batch: Any
 ) -> tuple[list[Any], float, list[Any]]:
     """Retract requests that decode; the last one too, where SGLang would give it up."""
-    ending = {id(r) for r in batch.reqs if r.to_finish is not None}
-    retracted, ratio, given_up = choose(batch)
     tide = current.tide()
-    if tide is None or not given_up:
+    if tide is None:
+        return choose(batch)
+    ending = {id(r) for r in batch.reqs if r.to_finish is not None}
+    with tide.retraction.in_order(batch):
+        retracted, ratio, given_up = choose(batch)
+    if not given_up:
         return retracted, ratio, given_up
     most, lost = tide.most_tokens(), []
     for request in given_up:
@@ -147,3 +152,13 @@ def retract(
             request.to_finish = None
             retracted.append(request)
     return retracted, ratio, lost
+
+
+def decode_fits(original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether the next tokens fit: not while a request is there whose memory goes to others."""
+    tide = current.tide()
+    if tide is not None and tide.retraction.due:
+        selected = args[0] if args else kwargs.get("selected_indices")
+        if tide.retraction.retracts(batch, selected):
+            return False
+    return original(batch, *args, **kwargs)

@@ -31,15 +31,19 @@ class Load(NamedTuple):
     running
         For each request that decodes, the slots that it has.
     chunk
-        Tokens of a prompt that is taken up in chunks, as far as the next step takes it.
+        Tokens of a prompt that is taken up in chunks, all that are left of it.
     waiting
-        Tokens of each prompt that the next step can take up, as far as it takes it, and how many
-        tokens it may generate.
+        Tokens of each prompt that the next step can begin with, all of them, and how many tokens
+        it may generate. Two engines that had begun with what they cannot end would wait for each
+        other.
+    step
+        Tokens of prompts that one step takes at most.
     """
 
     running: list[int]
     chunk: int
     waiting: list[tuple[int, int]]
+    step: int = 1 << 62
 
     def need(self, page_size: int, window: int | None, states: int) -> Need:
         """What it takes.
@@ -64,11 +68,12 @@ class Load(NamedTuple):
         in_window = 0
         if window is not None:
             in_window = decode
-            for tokens, more in self.waiting:
+            for prompt, more in self.waiting:
+                tokens = min(prompt, self.step)
                 kept = max(tokens - window, 0) + min(tokens + more, window)
                 in_window += -(-(kept + _STEPS_AHEAD) // page_size) + 2
             if self.chunk:
-                in_window += -(-self.chunk // page_size) + 2
+                in_window += -(-min(self.chunk, self.step) // page_size) + 2
         requests = len(self.running) + len(self.waiting) + (self.chunk > 0)
         return Need(full, in_window, states * requests)
 
@@ -87,11 +92,11 @@ def read_load(scheduler: Any, running_batch: Any) -> Load:
     tokens = scheduler.max_prefill_tokens
     if scheduler.chunked_prefill_size is not None:
         tokens = min(tokens, scheduler.chunked_prefill_size)
-    chunk = 0
+    step, chunk = tokens, 0
     if chunked is not None:
         done = era_of(scheduler.tree_cache).prefix_length(chunked)
         left = len(chunked.origin_input_ids) + len(chunked.output_ids) - done
-        chunk = max(0, min(left, tokens))
+        chunk = max(0, left)
         tokens -= chunk
     waiting: list[tuple[int, int]] = []
     room = scheduler.max_running_requests - len(running)
@@ -101,10 +106,9 @@ def read_load(scheduler: Any, running_batch: Any) -> Load:
         room -= 1
         prompt = len(request.origin_input_ids) + len(request.output_ids)
         more = max(request.sampling_params.max_new_tokens - len(request.output_ids), 0)
-        taken = prompt if scheduler.chunked_prefill_size is None else min(prompt, tokens)
-        waiting.append((taken, more))
-        tokens -= taken
-    return Load(running, chunk, waiting)
+        waiting.append((prompt, more))
+        tokens -= prompt
+    return Load(running, chunk, waiting, step)
 
 
 def states_per_request(scheduler: Any) -> int:

@@ -104,7 +104,9 @@ def _hook_scheduler() -> None:
     _around(f"{scheduler}.flush_cache", rounds.flush_cache)
     _around(f"{scheduler}.get_num_allocatable_reqs", rounds.allocatable)
     _around(f"{scheduler}._get_new_batch_prefill_raw", rounds.choose_prompts)
-    _around("managers.schedule_batch.ScheduleBatch.retract_decode", rounds.retract)
+    batch = "managers.schedule_batch.ScheduleBatch"
+    _around(f"{batch}.check_decode_mem", rounds.decode_fits)
+    _around(f"{batch}.retract_decode", rounds.retract)
     _around("mem_cache.allocation.alloc_for_extend", rounds.allocate_prompts)
     observer = "managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver"
     _around(f"{observer}.get_pool_stats", rounds.pool_stats)

@@ -13,6 +13,7 @@ __all__ = [
     "allocatable",
     "allocate_prompts",
     "choose_prompts",
+    "decode_fits",
     "flush_cache",
     "make_scheduler",
     "next_batch",
@@ -108,6 +109,13 @@ def retract(original: Any, *args: Any, **kwargs: Any) -> Any:
     from kvtide.engines.sglang import misses
 
     return misses.retract(original, *args, **kwargs)
+
+
+def decode_fits(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """See `misses`."""
+    from kvtide.engines.sglang import misses
+
+    return misses.decode_fits(original, *args, **kwargs)
 
 
 def replace_adder() -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import time
 from typing import Any
 
-import zmq
-
 from kvtide.engines.sglang.agreement import Agreement
-from kvtide.engines.sglang.assembly import Rank, make_watch, parts_of, slots_of
+from kvtide.engines.sglang.assembly import Rank, parts_of, slots_of
 from kvtide.engines.sglang.devices import order_with
 from kvtide.engines.sglang.fitting import left_bytes, most_blocks
 from kvtide.engines.sglang.memory import SlotMemory
-from kvtide.engines.sglang.need import Need, read_load, states_per_request
+from kvtide.engines.sglang.need import Load, Need, read_load, states_per_request
+from kvtide.engines.sglang.retraction import Retraction, let_go_of_chunk
+from kvtide.engines.sglang.sleeper import Sleeper
 from kvtide.ledger import State
 from kvtide.ranks.seat import Wish
 
@@ -57,13 +55,14 @@ class Tide:
             kind: SlotMemory(part, slots_of(scheduler, kind), self._sharers, self._agreement.size)
             for kind, part in parts.items()
         }
+        self.retraction = Retraction(scheduler, self.memories, self._agreement)
         self._uuid = mine.uuid
         self._wish = Wish({mine.uuid: parts["full"].seat})
         self._wished_at = 0.0
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.watch = make_watch(ranks, self.wake) if self._agreement.rank == 0 else None
-        self._poller = self._make_poller()
+        self._sleeper = Sleeper(scheduler, ranks) if self._agreement.rank == 0 else None
         self._running = 0
+        # Rounds in a row in which nothing could run.
+        self._stuck = 0
         self._pressed = False
         self._trim_soon = False
         self._idle_since: float | None = None
@@ -72,22 +71,6 @@ class Tide:
         # Slots of full attention that could be had beyond those that are mapped.
         self.growable = 0
         self._show(State.RUNNING)
-
-    def _make_poller(self) -> zmq.Poller | None:
-        s = self._scheduler
-        if self.watch is None:
-            return None
-        poller = zmq.Poller()
-        for socket in (s.ipc_channels.recv_from_tokenizer, s.ipc_channels.recv_from_rpc):
-            poller.register(socket, zmq.POLLIN)
-        poller.register(self._event, zmq.POLLIN)
-        if s.idle_sleeper is not None:
-            s.idle_sleeper.poller.register(self._event, zmq.POLLIN)
-        return poller
-
-    def wake(self) -> None:
-        """End the scheduler's sleep; called from the watch's thread."""
-        os.eventfd_write(self._event, 1)
 
     # A round -----------------------------------------------------------------------------------
 
@@ -100,23 +83,29 @@ class Tide:
                 memory.count_hidden()
         load = read_load(self._scheduler, running_batch)
         need = load.need(self._scheduler.page_size, self._window, self._states)
-        self._keep_floor(need)
+        self._keep_floor(need, load)
         if len(load.running) < self._running:
             self._pressed = True
             for memory in memories.values():
                 memory.sharing.forget_hoard()
         self._running = len(load.running)
+        if self._running:
+            self._stuck = 0
         missing = self._missing(need)
         idle = not (load.running or load.chunk or self._scheduler.waiting_queue)
         now = time.monotonic()
-        called, trim, ahead = agree.largest(
+        woken = self._sleeper is not None and self._sleeper.called()
+        called, trim, ahead, owes, due = agree.largest(
             [
-                self._called(),
+                woken,
                 self._trim_soon or (idle and self._lingered(now)),
                 any(missing.values()) and now >= self._ahead_at,
+                *self.retraction.look(called=woken),
             ]
         )
         changed = False
+        self._pressed |= bool(owes)
+        self._owe_of_running(due, any_runs=bool(load.running or load.chunk))
         if called:
             self._ahead_at, self._pressed = 0.0, True
             for memory in memories.values():
@@ -146,31 +135,30 @@ class Tide:
             self._idle_since = None
             self._show(State.RUNNING)
 
+    def _owe_of_running(self, granules: int, *, any_runs: bool) -> None:
+        self.retraction.due = granules
+        if granules and not any_runs:
+            self.retraction.nothing_more()
+
     @property
     def _window(self) -> int | None:
         s = self._scheduler
         return int(s.sliding_window_size) if s.is_hybrid_swa else None
 
-    def _called(self) -> bool:
-        watch = self.watch
-        if watch is None:
-            return False
-        # In any case: the thread sets its flag before it writes here, and both sleeps end by it.
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._event)
-        called, watch.called = watch.called, False
-        return called
-
     def _lingered(self, now: float) -> bool:
         if self._idle_since is None:
             self._idle_since = now
-            if self.watch is not None:
-                self.watch.alarm(_LINGER_SECONDS)
+            if self._sleeper is not None:
+                self._sleeper.watch.alarm(_LINGER_SECONDS)
         return now - self._idle_since >= _LINGER_SECONDS
 
-    def _keep_floor(self, need: Need) -> None:
-        if "mamba" in self.memories:
-            self.memories["mamba"].sharing.floor = need.states
+    def _keep_floor(self, need: Need, load: Load) -> None:
+        """What running requests must have stays: their states, and the rest of a prompt."""
+        for kind, memory in self.memories.items():
+            rest = min(load.chunk, load.step) if kind == "swa" else load.chunk
+            pages = -(-rest // int(self._scheduler.page_size)) + 1 if rest else 0
+            floor = memory.used_count + pages if pages else 0
+            memory.sharing.floor = need.states if kind == "mamba" else floor
 
     def _missing(self, need: Need) -> dict[str, int]:
         """Blocks of each kind that are needed, not free, and might be had."""
@@ -223,7 +211,8 @@ class Tide:
         size_bytes = 0
         for kind, memory in self.memories.items():
             missing = self._missing(need)[kind]
-            if kind != "mamba":
+            # Where nothing can run, the cache is of no use to it: it may be what it would match.
+            if kind != "mamba" and not self._stuck:
                 missing -= memory.circulation.cached_count
             if missing > 0:
                 size_bytes += memory.bytes_for(missing) * self._sharers
@@ -234,8 +223,8 @@ class Tide:
         else:
             self._wish.end()
             self._probe_seconds = _PROBE_SECONDS
-        if self.watch is not None:
-            self.watch.search(self._wish.made)
+        if self._sleeper is not None:
+            self._sleeper.watch.search(self._wish.made)
 
     def _count_growable(self, wanted: bool) -> None:
         """How many slots of full attention a request that is admitted may count on for later."""
@@ -253,12 +242,21 @@ class Tide:
     def idle(self) -> None:
         """No batch could be chosen: there is nothing to do, or no memory to do it in."""
         if self._scheduler.is_fully_idle():
+            self._stuck = 0
             self._show(State.SLEEPING)
             return
-        if not self._wish.made or self._poller is None or self.watch is None:
+        self._stuck += 1
+        # SGLang's mark stays where nothing runs: what waits is looked at whenever it is woken.
+        self._scheduler.running_batch.batch_is_full = False
+        if self._stuck > 1 and self._scheduler.chunked_req is not None:
+            # Two that each have taken up a part of a prompt would wait for each other.
+            let_go_of_chunk(self._scheduler)
+            self._pressed = True
+            return
+        if not self._wish.made or self._sleeper is None:
             return
         self._show(State.WAITING)
-        self._poller.poll(self._probe_seconds * 1000)
+        self._sleeper.sleep(self._probe_seconds)
         self._ahead_at = 0.0
         self._probe_seconds = min(2 * self._probe_seconds, _LONGEST_PROBE_SECONDS)
 
