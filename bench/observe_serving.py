@@ -3,10 +3,10 @@
     .venvs/vllm-0.30.0/bin/python bench/observe_serving.py --looker .venvs/dev/bin/python \
         --out bench/results/observe_serving.json
 
-One server with its counters, events and JSON log lines on. In the rounds with lookers `kvtide serve`
-has a client on its stream and is scraped once a second, and `kvtide record` writes all down, both
-five times a second; in the others nobody looks. Pairs are interleaved and swap who goes first. The
-spread is what rounds without lookers differ by among themselves.
+One server with its counters, events and JSON log lines on. In the rounds with lookers `kvtide
+serve` has a client on its stream and is scraped once a second, and `kvtide record` writes all down,
+both five times a second; in the others nobody looks. Pairs are interleaved and swap who goes first.
+The spread is what rounds without lookers differ by among themselves.
 """
 
 from __future__ import annotations
