@@ -17,7 +17,15 @@ import msgspec
 from kvtide.errors import KvtideError
 from kvtide.verify.cases import Bench, Case, Skipped
 
-__all__ = ["CaseResult", "CheckResult", "Setup", "Verdict", "describe_setup", "run_matrix"]
+__all__ = [
+    "CaseResult",
+    "CheckResult",
+    "Setup",
+    "Verdict",
+    "describe_setup",
+    "run_matrix",
+    "verdict_of",
+]
 
 _TAIL_LINES = 25
 
@@ -32,7 +40,7 @@ class CheckResult(msgspec.Struct, frozen=True):
 
 
 class CaseResult(msgspec.Struct, frozen=True):
-    """One case. `state`: ok, failed, skipped or broken (it could not be run to its end)."""
+    """One case. `state`: ok, failed, skipped, broken (could not be run to its end) or not run."""
 
     name: str
     state: str
@@ -112,17 +120,20 @@ def run_matrix(
     known
         Results of cases that need not run again, by name.
     """
-    results: list[CaseResult] = []
-    known = known or {}
+    results = dict(known or {})
     for number, case in enumerate(cases, 1):
-        if case.name in known:
-            results.append(known[case.name])
-            continue
-        title = f"[{number}/{len(cases)}] {case.name}"
-        results.append(_run(case, bench(case.name, partial(_say, say, title))))
-        done(results[-1])
-    ok = bool(results) and all(r.state in ("ok", "skipped") for r in results)
-    return Verdict(ok, setup, round(sum(r.seconds for r in results), 1), tuple(results))
+        if case.name not in results:
+            title = f"[{number}/{len(cases)}] {case.name}"
+            results[case.name] = _run(case, bench(case.name, partial(_say, say, title)))
+            done(results[case.name])
+    return verdict_of(cases, setup, results)
+
+
+def verdict_of(cases: Sequence[Case], setup: Setup, results: Mapping[str, CaseResult]) -> Verdict:
+    """The matrix as far as it has results, by the cases' names."""
+    found = tuple(results.get(c.name) or CaseResult(c.name, "not run", 0.0) for c in cases)
+    ok = bool(found) and all(result.state in ("ok", "skipped") for result in found)
+    return Verdict(ok, setup, round(sum(result.seconds for result in found), 1), found)
 
 
 def _say(say: Callable[[str], None], title: str, step: str) -> None:

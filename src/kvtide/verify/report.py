@@ -57,10 +57,14 @@ def _minutes(seconds: float) -> str:
 def _summary(verdict: Verdict) -> str:
     checks = [check for case in verdict.cases for check in case.checks]
     held = sum(check.held for check in checks)
-    ran = sum(case.state != "skipped" for case in verdict.cases)
-    skipped = len(verdict.cases) - ran
+    states = [case.state for case in verdict.cases]
+    skipped, missing = states.count("skipped"), states.count("not run")
     word = "Every check held" if verdict.ok else "Not every check held"
-    return f"{word}: {held} of {len(checks)} checks in {ran} cases; {skipped} cases skipped."
+    if missing and held == len(checks):
+        word = "Not finished"
+    text = f"{word}: {held} of {len(checks)} checks in {len(states) - skipped - missing} cases; "
+    text += f"{skipped} cases skipped"
+    return text + (f", {missing} not run yet." if missing else ".")
 
 
 def _failed(case: CaseResult) -> list[CheckResult]:

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from kvtide.errors import UnsupportedError, UsageError
 from kvtide.verify.cases import Bench, make_cases, select
-from kvtide.verify.matrix import CaseResult, Setup, Verdict, describe_setup, run_matrix
+from kvtide.verify.matrix import CaseResult, Setup, Verdict, describe_setup, run_matrix, verdict_of
 from kvtide.verify.models import dtype_of, ensure_model
 from kvtide.verify.private import private_directory
 from kvtide.verify.report import REPORT, write_report
@@ -42,10 +42,11 @@ def run_verify(
     resume: bool = False,
     extra: dict[str, str] | None = None,
 ) -> bool:
-    """Run it and write the report into `out`; whether every check held.
+    """Run it and write the report into `out` after each case; whether every check held.
 
     With `resume`, cases that held in the report that lies there, with the same engine and kvtide on
-    the same machine, are taken over from it. `extra` are further variables of every server.
+    the same machine, are taken over from it, also where `pattern` does not choose them. `extra` are
+    further variables of every server.
 
     Raises
     ------
@@ -66,13 +67,18 @@ def run_verify(
     with private_directory("kvtide-verify-") as work:
         tiny = [Model(k, work / "models" / k, dtype_of(k)) for k in (*TINY, WIDE)]
         chosen = [Model(p.name, p.resolve(), dtype) for p in models] or tiny[:-1]
-        cases = select(make_cases(chosen, chosen[0] if models else tiny[-1], backend), pattern)
-        if not cases:
-            names = ", ".join(c.name for c in make_cases(chosen, chosen[0], backend))
+        every = make_cases(chosen, chosen[0] if models else tiny[-1], backend)
+        wanted = select(every, pattern)
+        if not wanted:
+            names = ", ".join(case.name for case in every)
             raise UsageError(f"no case is like {pattern!r}; there are {names}")
-        if not models:
-            _make_tiny([m for m in tiny if any(m.name in c.name.split("/") for c in cases)], work)
         setup = describe_setup(engine, kind.distributions, backend, tp, [m.name for m in chosen])
+        known = _held_before(out, setup) if resume else {}
+        cases = [case for case in every if case in wanted or case.name in known]
+        parts = {part for c in cases if c.name not in known for part in c.name.split("/")}
+        if not models:
+            _make_tiny([model for model in tiny if model.name in parts], work)
+        results = dict(known)
         console.print(f"{len(cases)} cases with {setup.engine_version}", style="bold")
 
         def bench(name: str, say: Callable[[str], None]) -> Bench:
@@ -91,6 +97,8 @@ def run_verify(
             )
 
         def done(result: CaseResult) -> None:
+            results[result.name] = result
+            write_report(verdict_of(cases, setup, results), out)  # what is ended early has one too
             word = _STATES.get(result.state, f"[bold red]{result.state}[/]")
             held = sum(check.held for check in result.checks)
             console.print(
@@ -104,7 +112,6 @@ def run_verify(
         def say(text: str) -> None:
             console.print(f"[dim]{escape(text)}[/]")
 
-        known = _held_before(out, setup) if resume else {}
         verdict = run_matrix(cases, setup, bench, say, done, known)
     written = write_report(verdict, out)
     console.print("see " + ", ".join(str(path) for path in written))

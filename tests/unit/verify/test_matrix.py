@@ -7,7 +7,7 @@ import pytest
 
 from kvtide.errors import DeviceError, UsageError
 from kvtide.verify.cases import Bench, Case, Seen, Skipped, make_cases, select
-from kvtide.verify.matrix import Setup, Verdict, describe_setup, run_matrix
+from kvtide.verify.matrix import Setup, Verdict, describe_setup, run_matrix, verdict_of
 from kvtide.verify.report import to_html, to_markdown, write_report
 from kvtide.verify.running import _held_before, run_verify
 from kvtide.verify.servers import Options, Server
@@ -109,6 +109,15 @@ def test_the_report_has_the_setup_every_check_and_the_end_of_the_logs(run, tmp_p
     again = msgspec.json.decode(paths[0].read_bytes(), type=Verdict)
     assert again == verdict
     assert json.loads(paths[0].read_text())["cases"][1]["checks"][0]["held"] is False
+
+
+def test_a_matrix_that_was_ended_early_has_a_report_that_says_so(run):
+    results = {case.name: case for case in run(CASES[:1])[0].cases}
+    verdict = verdict_of(CASES, SETUP, results)
+    assert not verdict.ok
+    text = to_markdown(verdict)
+    assert "Not finished: 1 of 1 checks in 1 cases; 0 cases skipped, 4 not run yet." in text
+    assert "| limit/m | not run |  | 0 |" in text
 
 
 def test_what_held_before_under_the_same_conditions_is_not_run_again(run, tmp_path):
