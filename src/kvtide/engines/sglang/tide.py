@@ -12,6 +12,7 @@ from kvtide.engines.sglang.devices import order_with
 from kvtide.engines.sglang.fitting import left_bytes, most_blocks
 from kvtide.engines.sglang.memory import SlotMemory
 from kvtide.engines.sglang.need import Load, Need, read_load, states_per_request
+from kvtide.engines.sglang.own import record_own
 from kvtide.engines.sglang.retraction import Retraction, let_go_of_chunk
 from kvtide.engines.sglang.sleeper import Sleeper
 from kvtide.ledger import State
@@ -68,6 +69,8 @@ class Tide:
         self._idle_since: float | None = None
         self._ahead_at = 0.0
         self._probe_seconds = _PROBE_SECONDS
+        if self._speaks:
+            record_own(scheduler, parts.values())
         # Slots of full attention that could be had beyond those that are mapped.
         self.growable = 0
         self._show(State.RUNNING)
