@@ -6,6 +6,8 @@ import inspect
 import time
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
 from kvtide.pool.victims import Candidate, choose_victims
 from kvtide.ranks.elastic import ElasticMemory
 
@@ -13,6 +15,48 @@ __all__ = ["Preemption"]
 
 # Of the requests that vLLM would preempt first.
 _CONSIDERED = 64
+
+
+class _Drops:
+    """From 0.28 on vLLM drops the output of steps in flight itself, if it is told to."""
+
+    def may(self, request: Any) -> bool:
+        return True
+
+    def preempt(self, scheduler: Any, request: Any) -> None:
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+
+
+class _Discards:
+    """Before that the asynchronous scheduler counts what it has to discard, as for its reset."""
+
+    def may(self, request: Any) -> bool:
+        return True
+
+    def preempt(self, scheduler: Any, request: Any) -> None:
+        scheduler._preempt_request(request, time.monotonic())
+        request.async_tokens_to_discard += request.num_output_placeholders
+        request.num_output_placeholders = 0
+
+
+class _Waits:
+    """Before that the other scheduler has no such count: only what no step in flight computes."""
+
+    def may(self, request: Any) -> bool:
+        return bool(request.num_in_flight_tokens == 0)
+
+    def preempt(self, scheduler: Any, request: Any) -> None:
+        scheduler._preempt_request(request, time.monotonic())
+
+
+def era_of(scheduler: Any) -> _Drops | _Discards | _Waits:
+    """How this vLLM takes the memory of a request whose output may be on its way.
+
+    The output is dropped and computed again: the request may be resumed before it arrives.
+    """
+    if "drop_stale_output" in inspect.signature(scheduler._preempt_request).parameters:
+        return _Drops()
+    return _Discards() if isinstance(scheduler, AsyncScheduler) else _Waits()
 
 
 class Preemption:
@@ -25,10 +69,7 @@ class Preemption:
     def __init__(self, scheduler: Any, memory: ElasticMemory[Any]) -> None:
         self._scheduler = scheduler
         self._memory = memory
-        parameters = inspect.signature(scheduler._preempt_request).parameters
-        # Output of steps in flight is dropped, and computed again: the request may be resumed
-        # before it arrives.
-        self._drops = {"drop_stale_output": True} if "drop_stale_output" in parameters else None
+        self._era = era_of(scheduler)
         # Until this step has been processed, steps in flight may touch what was preempted.
         self._free_after = 0
         self.preempted = 0
@@ -41,11 +82,7 @@ class Preemption:
         wanted = memory.giving.demanded_of_running()
         if not any(wanted):
             return False
-        requests = [
-            r
-            for r in scheduler.running[-_CONSIDERED:]
-            if self._drops is not None or r.last_sched_seq <= scheduler.processed_step_seq
-        ]
+        requests = [r for r in scheduler.running[-_CONSIDERED:] if self._era.may(r)]
         candidates = [Candidate(self._own_blocks(r), r.num_computed_tokens) for r in requests]
         live = memory.standing().live
         chosen = choose_victims(memory.pool.shapes, live, candidates, wanted)
@@ -73,7 +110,7 @@ class Preemption:
     def _preempt(self, request: Any) -> None:
         scheduler = self._scheduler
         scheduler.running.remove(request)
-        scheduler._preempt_request(request, time.monotonic(), **(self._drops or {}))
+        self._era.preempt(scheduler, request)
         # As if it had not been scheduled by the step before: the worker is told all of it again.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self.preempted += 1
