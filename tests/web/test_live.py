@@ -14,7 +14,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from served import Served
-from test_page import console_errors, row, serious, until, width
+from test_page import console_errors, hue, row, serious, until, width
 
 from kvtide.ledger import Ledger
 from kvtide.units import MIB
@@ -103,10 +103,11 @@ def test_two_engines_on_the_page(servers, directory, browser, tmp_path):
             until(browser, lambda name=name: row(browser, name), f"{name} is shown", PATIENCE)
 
         # Bars move.
-        before = width(browser, "hue0")
+        chat, code = (hue(browser, name) for name in ("chat", "code"))
+        before = width(browser, chat)
         worker = threading.Thread(target=load, args=(servers["chat"], 1))
         worker.start()
-        until(browser, lambda: width(browser, "hue0") > 2 * before + 20, "a bar grows", PATIENCE)
+        until(browser, lambda: width(browser, chat) > 2 * before + 20, "a bar grows", PATIENCE)
         worker.join()
 
         # A limit that is set in the page holds, under load.
@@ -147,7 +148,7 @@ def test_two_engines_on_the_page(servers, directory, browser, tmp_path):
         for pid in servers["code"].pids():
             os.kill(pid, signal.SIGKILL)
         until(browser, lambda: row(browser, "code") is None, "it vanishes", PATIENCE)
-        assert width(browser, "hue1") == 0
+        assert width(browser, code) == 0
         assert row(browser, "chat")
         assert console_errors(browser) == []
     finally:
@@ -157,7 +158,8 @@ def test_two_engines_on_the_page(servers, directory, browser, tmp_path):
         said = recording.communicate(timeout=60)[0]
     assert "events" in said
     drawn = run(directory, "plot", str(tmp_path / "trace.json"), "-o", str(tmp_path / "m.png"))
-    assert drawn.wait(120) == 0
+    drawn.communicate(timeout=120)
+    assert drawn.returncode == 0
     if SHOTS:
         for name in ("trace.json", "m.png", "chat.log"):
             (Path(SHOTS) / name).write_bytes((tmp_path / name).read_bytes())

@@ -40,6 +40,15 @@ def width(browser, kind):
     return browser.execute_script(script)
 
 
+def hue(browser, name):
+    """The class of an instance's colour: who was seen first has the first one."""
+    script = """
+        const items = [...document.querySelectorAll(".legend li")];
+        return items.find((e) => e.textContent === arguments[0]).firstChild.classList[1];
+    """
+    return browser.execute_script(script, name)
+
+
 def console_errors(browser):
     return [line for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
 
@@ -140,7 +149,7 @@ def test_axe_finds_nothing_serious(page, world):
     until(page, lambda: cell(page, "chat", "used") == "60 MiB", "the figure has moved")
     assert serious(page) == []
     if SHOTS:
-        page.save_screenshot(str(Path(SHOTS) / f"page-{page.kvtide_scheme}.png"))
+        page.save_screenshot(str(Path(SHOTS) / f"paper-{page.kvtide_scheme}.png"))
 
 
 def test_all_controls_can_be_reached_by_tab(page):
@@ -212,6 +221,8 @@ def test_terms_changed_elsewhere_meanwhile_are_not_overwritten(page, world):
 
 def test_terms_that_cannot_be_had_say_why_beside_the_fields(page, world):
     fields = edit(page, "chat")
+    if SHOTS:
+        page.save_screenshot(str(Path(SHOTS) / f"terms-{page.kvtide_scheme}.png"))
     fields["min"].clear()
     fields["min"].send_keys("1TiB", Keys.ENTER)
     said = page.find_element(By.ID, "terms-notice")
