@@ -14,17 +14,20 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import util as multiprocessing_util
 from typing import NoReturn
 
 from kvtide.errors import KvtideError
 
-__all__ = ["at_end", "closing", "end_server", "join"]
+__all__ = ["at_end", "closing", "end_server", "join", "outlive_members"]
 
 _VARIABLE = "KVTIDE_INTERNAL_FAMILY"
 _UCRED = struct.Struct("3i")
 _BYE, _CLOSING, _FAIL = b"b", b"c", b"f"
+# Until a process that is killed is gone, its memory too: on busy cores that takes seconds.
+_DYING_SECONDS = 60.0
 
 
 class _Outermost:
@@ -37,6 +40,8 @@ class _Outermost:
         self._listener.bind("\0" + self.address)
         self._listener.listen(64)
         self._members: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, connection
+        # Those of them that said goodbye: they live on until the last of them is torn down.
+        self._leaving: set[int] = set()
         # The engine is ending its processes itself, also by force: no death is unexpected.
         self.closing = False
         self.at_end: list[Callable[[], None]] = []
@@ -54,7 +59,7 @@ class _Outermost:
                     self._hear(descriptor, poll, connections)
                 elif descriptor in self._members:
                     pid, connection = self._members[descriptor]
-                    if not self.closing:
+                    if not self.closing and descriptor not in self._leaving:
                         self.end(f"process {pid} of this server ended unexpectedly", 1)
                     if connections.pop(connection.fileno(), None) is not None:
                         poll.unregister(connection)
@@ -93,12 +98,13 @@ class _Outermost:
         poll.unregister(connection)
         del connections[descriptor]
         if message == _BYE:
-            self._dismiss(pidfd, poll)
+            self._leaving.add(pidfd)
         # A connection that just ends says nothing: the pidfd tells whether the process lives.
 
     def _dismiss(self, pidfd: int, poll: select.poll) -> None:
         poll.unregister(pidfd)
         _, connection = self._members.pop(pidfd)
+        self._leaving.discard(pidfd)
         os.close(pidfd)
         connection.close()
 
@@ -108,6 +114,13 @@ class _Outermost:
         for pidfd, (_, connection) in self._members.items():
             os.close(pidfd)
             connection.close()
+
+    def outlive(self, seconds: float) -> None:
+        """Return when every member is gone; what lives on after some time is killed."""
+        pids = [pid for pid, _ in list(self._members.values())]
+        for pid in _living(pids, seconds):
+            _kill(pid)
+        _living(pids, _DYING_SECONDS)
 
     def end(self, text: str, status: int) -> NoReturn:
         """End every member and this process."""
@@ -231,9 +244,19 @@ def closing() -> None:
 
 def at_end(callback: Callable[[], None]) -> None:
     """In the outermost process: call this when the server ends, also when it is taken down."""
-    atexit.register(callback)
+    # After multiprocessing has ended and joined its children, which it does at exit.
+    multiprocessing_util.Finalize(None, callback, exitpriority=-1000)
     if isinstance(_role, _Outermost):
         _role.at_end.append(callback)
+
+
+def outlive_members(seconds: float) -> None:
+    """In the outermost process at its end: return when all others of the server are gone.
+
+    Their leases and their memory are then gone too. What has not ended after `seconds` is killed.
+    """
+    if isinstance(_role, _Outermost):
+        _role.outlive(seconds)
 
 
 def end_server(error: KvtideError) -> NoReturn:
@@ -244,6 +267,27 @@ def end_server(error: KvtideError) -> NoReturn:
         _role.fail(str(error), error.exit_status)
     print(f"kvtide: {error}", file=sys.stderr, flush=True)
     os._exit(error.exit_status)
+
+
+def _living(pids: list[int], seconds: float) -> list[int]:
+    """Those that live after so long; at once when none does."""
+    poll, pid_of = select.poll(), {}
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        pid_of[pidfd] = pid
+        poll.register(pidfd, select.POLLIN)
+    deadline = time.monotonic() + seconds
+    living = dict(pid_of)
+    while living and (left := deadline - time.monotonic()) > 0:
+        for pidfd, _ in poll.poll(left * 1000):
+            poll.unregister(pidfd)
+            del living[pidfd]
+    for pidfd in pid_of:
+        os.close(pidfd)
+    return list(living.values())
 
 
 def _kill(pid: int) -> None:

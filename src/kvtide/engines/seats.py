@@ -7,7 +7,7 @@ import sys
 import time
 
 from kvtide.device.base import DeviceInfo
-from kvtide.engines.family import at_end
+from kvtide.engines.family import at_end, outlive_members
 from kvtide.errors import KvtideError, LedgerError
 from kvtide.ledger import DeviceSpec, Instance, Ledger
 from kvtide.observe.tallies import sweep
@@ -21,7 +21,8 @@ __all__ = ["find_seat", "spec_of", "take_seats"]
 _VARIABLE = "KVTIDE_INTERNAL_SEATS"
 _MIN_MARGIN_BYTES = 512 * MIB
 _MARGIN_SHARE = 100
-# How long the outermost process, itself at its end, waits for the others to be gone.
+# How long the others may take to end by themselves when the outermost process is at its end, and
+# how long a busy ledger is tried then.
 _LEAVING_SECONDS = 10.0
 
 # Kept for the life of this process: with them its leases would end.
@@ -82,15 +83,18 @@ def take_seats(settings: Settings, default_name: str, devices: list[DeviceInfo])
 
 
 def _leave() -> None:
+    # A worker that is dying holds its lease until its memory is torn down, which no clock knows.
+    outlive_members(_LEAVING_SECONDS)
     deadline = time.monotonic() + _LEAVING_SECONDS
     while _taken:
         ledger, instance = _taken.pop()
         try:
             instance.close()
-            # Workers may still be dying. Who sees the last pool end removes what else is left.
-            while time.monotonic() < deadline and _is_there(ledger, instance):
+            # Who sees the last pool end removes what else is left; a busy ledger is tried again.
+            while ledger.retire_dead() or _is_there(ledger, instance):
+                if time.monotonic() > deadline:
+                    break
                 time.sleep(0.01)
-                ledger.retire_dead()
             # And what its processes counted, where they were ended by force.
             sweep(tallies_of(ledger.path), ledger.snapshot())
         except LedgerError as error:

@@ -1,0 +1,74 @@
+"""The processes of a server at its end: the outermost is the last, and leaves nothing."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtide.ledger import Ledger
+
+COMMON = """
+import os, sys, time
+from kvtide.device import open_device
+from kvtide.engines import family, seats
+from kvtide.settings import Settings
+settings = Settings.from_environ()
+info = open_device("host", host_total_bytes=settings.host_memory, host_uuid="test-family").info
+family.join()
+"""
+OUTERMOST = (
+    COMMON
+    + """
+import subprocess
+seats._LEAVING_SECONDS = 0.3
+seats.take_seats(settings, "engine", [info])
+member = subprocess.Popen([sys.executable, "-c", os.environ["MEMBER"]], stdout=subprocess.PIPE)
+assert member.stdout.readline() == b"ready\\n"
+family.closing()
+print(member.pid, flush=True)
+"""
+)
+MEMBER = (
+    COMMON
+    + """
+seat = seats.find_seat(settings, info)
+account = seat.ledger.enroll(
+    seat.instance, pool_name="kv", rank=0, blocks_total=4, block_bytes=1 << 21, sampler=lambda: 0
+)
+print("ready", flush=True)
+"""
+)
+ENDINGS = {
+    "never": "time.sleep(600)",
+    "later, after a goodbye": "family._role.say_bye(); time.sleep(1.5); os._exit(0)",
+    "in its own time": "time.sleep(0.1); account.close()",
+}
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_outermost_ends_after_all_others_and_leaves_no_record(tmp_path, ending):
+    environ = {
+        "PATH": "/usr/bin:/bin",
+        "KVTIDE_DIR": str(tmp_path / "ledgers"),
+        "KVTIDE_HOST_MEMORY": "64MiB",
+        "MEMBER": MEMBER + ENDINGS[ending],
+    }
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", OUTERMOST], env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not is_alive(int(done.stdout))
+    (path,) = Ledger.existing(tmp_path / "ledgers")
+    with Ledger.read(path) as observer:
+        assert observer.snapshot().instances == ()
+    print(f"{ending}: {time.monotonic() - started:.1f} s")
