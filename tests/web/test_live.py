@@ -14,7 +14,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from served import Served
-from test_page import console_errors, hue, row, serious, until, width
+from test_page import cell, console_errors, edit, hue, row, serious, until, width
 
 from kvtide.ledger import Ledger
 from kvtide.units import MIB
@@ -78,10 +78,10 @@ def load(server, seed, count=12):
     return complete(server.url, prompts, max_tokens=64, model="m", concurrency=count)
 
 
-def run(directory, *arguments):
+def run(directory, *arguments, **environ):
     return subprocess.Popen(
         [sys.executable, "-c", "from kvtide.cli import main; main()", *arguments],
-        env=os.environ | {"KVTIDE_DIR": str(directory), "COLUMNS": "80"},
+        env=os.environ | {"KVTIDE_DIR": str(directory), "COLUMNS": "80"} | environ,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -126,12 +126,25 @@ def test_two_engines_on_the_page(servers, directory, browser, tmp_path):
             worker.join(0.02)
         assert max(seen) <= most
         assert max(seen) > LIMIT // 2
+
+        # Its other terms, in the dialog.
+        fields = edit(browser, "code")
+        for term, text in (("min", "32MiB"), ("priority", "2")):
+            fields[term].clear()
+            fields[term].send_keys(text)
+        assert serious(browser) == []
+        if SHOTS:
+            browser.save_screenshot(str(Path(SHOTS) / f"terms-{browser.kvtide_scheme}.png"))
+        fields["priority"].send_keys(Keys.ENTER)
+        shown = "min 32 MiB, priority 2"
+        until(browser, lambda: cell(browser, "code", "terms") == shown, "they are set", PATIENCE)
         load(servers["code"], 3, count=6)
 
         top = run(directory, "top", "--once")
         frame = top.communicate(timeout=60)[0]
         assert "chat" in frame
         assert "96MiB" in frame
+        assert "min 32MiB, priority 2" in frame
         metrics = urllib.request.urlopen(f"{served.url}/metrics").read()
         promtool = ["promtool", "check", "metrics"]
         checked = subprocess.run(promtool, input=metrics, capture_output=True, check=False)
@@ -141,7 +154,8 @@ def test_two_engines_on_the_page(servers, directory, browser, tmp_path):
         assert serious(browser) == []
         if SHOTS:
             browser.save_screenshot(str(Path(SHOTS) / f"page-{browser.kvtide_scheme}.png"))
-            (Path(SHOTS) / "top.txt").write_text(frame)
+            in_colour = run(directory, "top", "--once", FORCE_COLOR="1")
+            (Path(SHOTS) / "top.ansi").write_text(in_colour.communicate(timeout=60)[0])
             (Path(SHOTS) / "metrics.txt").write_bytes(metrics)
 
         # One that is killed vanishes.

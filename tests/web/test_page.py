@@ -221,8 +221,6 @@ def test_terms_changed_elsewhere_meanwhile_are_not_overwritten(page, world):
 
 def test_terms_that_cannot_be_had_say_why_beside_the_fields(page, world):
     fields = edit(page, "chat")
-    if SHOTS:
-        page.save_screenshot(str(Path(SHOTS) / f"terms-{page.kvtide_scheme}.png"))
     fields["min"].clear()
     fields["min"].send_keys("1TiB", Keys.ENTER)
     said = page.find_element(By.ID, "terms-notice")
