@@ -5,7 +5,7 @@
 #   make test     `quick`, then vLLM's own code beside ours and two real servers on one device
 #   make engines  all tests that start real vLLM engines
 #   make test-timed   those that hold a bar of seconds: on a machine with nothing else to do
-#   make test-sglang  those that start SGLang, in an environment of its own
+#   make test-sglang  those that start SGLang, in an environment of its own; `sglang-core` the first of them
 #   make verify   the whole correctness matrix against native vLLM, with a report in verify-out
 #   make test-web the page in a browser, the API against its description, two engines under both
 #   make quick    format, lint, types, floors, and the tests that need no engine
@@ -19,10 +19,15 @@ ENGINE := .venvs/vllm-$(VLLM)
 OTHER := .venvs/sglang-$(SGLANG)
 WEB := .venvs/web
 PYTEST := -p no:cacheprovider --timeout 120
+SGLANG_PYTEST = SGLANG_USE_CPU_ENGINE=1 KV_VLLM_PYTHON=$(CURDIR)/$(ENGINE)/bin/python \
+	$(OTHER)/bin/python -m pytest $(PYTEST) -W default --timeout 900
+SGLANG_CORE := \
+	tests/engines/sglang_engine/test_slots.py \
+	tests/engines/sglang_engine/test_retraction.py
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-timed test-sglang test-web verify quick core sizing-sglang engines format clean
+.PHONY: demo test test-timed test-sglang sglang-core test-web verify quick core sizing-sglang engines format clean
 
 demo: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide demo --out demo-out
@@ -56,14 +61,17 @@ engines: $(ENGINE)/.done
 	$(ENGINE)/bin/python -m pytest $(PYTEST) --timeout 900 -m "not timed" tests/engines
 
 # What must happen within a second: for a machine with nothing else to do.
-test-timed: $(ENGINE)/.done
+test-timed: $(ENGINE)/.done $(OTHER)/.done
 	$(ENGINE)/bin/python -m pytest $(PYTEST) --timeout 900 -m timed tests/engines
+	$(SGLANG_PYTEST) -m timed tests/engines/sglang_engine
 
-# The same for SGLang, whose own modules warn as they are imported.
+# All that starts SGLang, whose own modules warn as they are imported.
 test-sglang: $(OTHER)/.done $(ENGINE)/.done
-	SGLANG_USE_CPU_ENGINE=1 KV_VLLM_PYTHON=$(CURDIR)/$(ENGINE)/bin/python \
-		$(OTHER)/bin/python -m pytest $(PYTEST) -W default --timeout 900 \
-		tests/engines/test_sizing_sglang.py tests/engines/sglang_engine
+	$(SGLANG_PYTEST) -m "not timed" tests/engines/test_sizing_sglang.py tests/engines/sglang_engine
+
+# The most telling of them, some ten minutes on two cores.
+sglang-core: $(OTHER)/.done $(ENGINE)/.done
+	$(SGLANG_PYTEST) -m "not timed" $(SGLANG_CORE)
 
 # A browser and what it needs are installed with apt-get, where this runs as root.
 test-web: $(WEB)/.done $(ENGINE)/.done

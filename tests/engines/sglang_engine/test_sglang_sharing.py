@@ -181,6 +181,8 @@ def living(fleet, servers):
     if servers[0].exit_status() is not None:
         servers[0] = fleet.start(KIND, "a", "--mem-fraction-static", "0.9")
         servers[0].wait_ready(READY_SECONDS)
+        # Beside a neighbour that holds what it has cached, as it was beside an empty one.
+        assert capacity_of(servers[0]) == capacity_of(servers[1])
     return servers[0]
 
 
@@ -289,9 +291,12 @@ def test_prompts_that_cannot_be_backed_after_all_wait(sglang_fleet, prompts, nat
         KIND,
         "f",
         *("--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"),
+        *("--max-total-tokens", "9000"),
         environ={"FAULT_PROMPTS": ",".join(str(n) for n in (2, 3, 5, 8, 9, 10, 14, 20, 27, 28))},
     ).wait_ready(READY_SECONDS)
     assert tokens_of(server.ask(prompts, TOKENS)) == native
+    # The number that was given wins, though it is more than the device may ever hold.
+    assert capacity_of(server) == 9000
     log = server.log.read_text()
     assert log.count("prompts wait, there is no memory for them") >= 9
     # Found in the cache as if nothing had happened, and no slot is lost.

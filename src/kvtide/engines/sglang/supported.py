@@ -55,6 +55,14 @@ _REFUSED = (
     ),
     _Refusal("enable_pdmux", _OFF, "PD multiplexing (--enable-pdmux)"),
     _Refusal("dcp_size", (1, None), "decode context parallelism (--dcp-size)"),
+    _Refusal("attn_cp_size", (1, None), "context parallelism (--attn-cp-size)"),
+    _Refusal(
+        "enable_unified_cache_external_linker",
+        _OFF,
+        "an external cache (--enable-unified-cache-external-linker): it registers memory that must "
+        "stay mapped",
+    ),
+    _Refusal("kv_canary", ("none", None), "--kv-canary: it reads slots that may have no memory"),
     _Refusal("use_ray", _OFF, "Ray (--use-ray)"),
 )
 
