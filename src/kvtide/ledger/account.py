@@ -47,13 +47,17 @@ class Account:
         self._at = w.pool_at(slot)
         self._charge = self._at + w.P_CHARGE
         self._instance: int = self._words[self._at + w.P_INSTANCE]
+        self._ceiling_bytes = ledger.spec.total_bytes - ledger.spec.margin_bytes
         self._limit = w.instance_at(self._instance) + w.I_LIMIT
         self._owed: deque[int] = deque()
 
     @property
     def live(self) -> bool:
         """Whether the record is still this account's."""
-        return self._file.closed is None and self._words[self._at] == self._generation
+        if self._file.closed is not None:
+            return False
+        self._file.check()
+        return self._words[self._at] == self._generation
 
     @property
     def charge_bytes(self) -> int:
@@ -83,14 +87,18 @@ class Account:
         if self._ledger.owing:
             self._ledger.pay()
         try:
-            if not file.begin():
+            if not file.begin(hasty=True):
                 return Refusal("busy", asked_bytes, 0, False)
             if words[self._at] != self._generation:
+                file.check_whole()
                 return Refusal("retired", asked_bytes, 0, False)
             end = w.POOLS_AT + words[w.H_POOLS_HIGH] * _STEP
             charges = words[_CHARGES_AT:end:_STEP].tolist()
             charged_bytes = sum(charges)
-            budget_bytes: int = words[w.H_BUDGET]
+            if len(charges) <= self._slot or min(charges) < 0:
+                raise LedgerError(file.damaged())
+            # Whatever stands there, more than that nobody has published.
+            budget_bytes: int = min(words[w.H_BUDGET], self._ceiling_bytes)
             limit_bytes: int | None = words[self._limit]
             own_bytes = 0
             if limit_bytes == w.NONE:
@@ -146,7 +154,7 @@ class Account:
             ledger.pay()
         waits: list[tuple[int, int]] = []
         try:
-            if not file.begin():
+            if not file.begin(hasty=True):
                 self._owed.append(size_bytes)
                 ledger.owing.add(self)
                 return
@@ -177,12 +185,16 @@ class Account:
     # ---- the holder's own words ----
 
     def created(self, size_bytes: int) -> None:
-        """Right after a create."""
-        self._own_words()[self._at + w.P_CREATED] += size_bytes
+        """Right after a create. Nothing once the record is gone."""
+        words = self._own_words()
+        if words[self._at] == self._generation:
+            words[self._at + w.P_CREATED] += size_bytes
 
     def released(self, size_bytes: int) -> None:
         """Right before a release. What then fails to be released is `created` again."""
-        self._own_words()[self._at + w.P_RELEASED] += size_bytes
+        words = self._own_words()
+        if words[self._at] == self._generation:
+            words[self._at + w.P_RELEASED] += size_bytes
 
     def sample(self) -> bool:
         """Measure free memory and publish the budget; whether the budget is as new as this call.
@@ -195,8 +207,7 @@ class Account:
 
     def publish(self, figures: PoolFigures) -> None:
         """Tell the others about the pool; from one process and thread. Takes no lock."""
-        if self._file.closed is not None:
-            raise LedgerError(self._file.closed)
+        self._file.check()
         words, at = self._words, self._at
         if words[at] != self._generation:
             return
@@ -219,15 +230,14 @@ class Account:
                 self.pay_owed(words)
                 remove_pool(words, self._slot)
         except LedgerError:
-            pass  # the file is not the one any more: nobody looks at this record
+            pass  # the file is not the one any more, or damaged: nobody looks at this record
         finally:
             self._file.drop_lease(self._at)
             self._file.end()
         self._ledger.try_to_end_dead()
 
     def _own_words(self) -> memoryview:
-        if self._file.closed is not None:
-            raise LedgerError(self._file.closed)
+        self._file.check()
         if self._sampler is None:
             raise LedgerError(f"pool {self.key} is held by another process, or was closed")
         return self._words

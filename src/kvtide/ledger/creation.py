@@ -10,13 +10,23 @@ from typing import Final
 
 from kvtide.errors import LedgerError
 from kvtide.ledger import layout as w
+from kvtide.ledger.damage import damage
 from kvtide.ledger.lease import is_leased
 from kvtide.ledger.records import DeviceSpec
 from kvtide.units import format_size
 
-__all__ = ["difference", "open_description", "read_spec", "settle", "spec_of", "why_unreadable"]
+__all__ = [
+    "difference",
+    "open_description",
+    "read_spec",
+    "settle",
+    "spec_of",
+    "why_unreadable",
+    "why_unusable",
+]
 
-_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+# Without O_NONBLOCK a pipe in its place would keep a reader waiting for ever.
+_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAX_SPEC_BYTES: Final = (1 << 62) - 1
 
 
@@ -62,11 +72,12 @@ def settle(fd: int, path: Path, spec: DeviceSpec) -> None:
     """
     _check_spec(spec)
     leased = is_leased(fd, 0, 0)  # any byte: whatever the layout, without a lease nothing is live
-    why = why_unreadable(fd)
+    why = why_unusable(fd)
     if why is None:
         found = read_spec(fd)
         why = difference(found, spec)
-        if why is None and (leased or found.budget_cap_bytes == spec.budget_cap_bytes):
+        same_cap = found.budget_cap_bytes == spec.budget_cap_bytes
+        if why is None and (leased or (same_cap and not _has_leftovers(fd))):
             return
     if leased:
         raise LedgerError(
@@ -90,6 +101,23 @@ def why_unreadable(fd: int) -> str | None:
     if size_bytes != w.FILE_BYTES:
         return f"it has {size_bytes} bytes where its layout has {w.FILE_BYTES}"
     return None
+
+
+def _has_leftovers(fd: int) -> bool:
+    """Whether records that have ended answer for something, by a writer's death or by damage."""
+    words = memoryview(os.pread(fd, w.FILE_BYTES, 0)).cast("q")
+    pools = map(w.pool_at, range(w.MAX_POOLS))
+    return any(words[at + w.P_CHARGE] and not words[at] & 1 for at in pools)
+
+
+def why_unusable(fd: int) -> str | None:
+    """Why nothing may be accounted for in the file: it is unreadable, or damaged; else None."""
+    why = why_unreadable(fd)
+    if why is None:
+        why = damage(memoryview(os.pread(fd, w.FILE_BYTES, 0)).cast("q"))
+        if why is not None:
+            return f"it is damaged: {why}"
+    return why
 
 
 def read_spec(fd: int) -> DeviceSpec:

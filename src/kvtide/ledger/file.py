@@ -12,7 +12,8 @@ from typing import Final
 
 from kvtide.errors import LedgerBusyError, LedgerError
 from kvtide.ledger import layout as w
-from kvtide.ledger.creation import open_description, settle, why_unreadable
+from kvtide.ledger.creation import open_description, settle, why_unusable
+from kvtide.ledger.damage import damage, is_out_of_bounds
 from kvtide.ledger.directory import check_directory, prepare_directory
 from kvtide.ledger.lease import drop_lease, is_leased, take_lease
 from kvtide.ledger.lock import ChangeLock
@@ -100,7 +101,7 @@ class LedgerFile:
             try:
                 if spec is not None:
                     settle(fd, path, spec)
-                elif why := why_unreadable(fd):
+                elif why := why_unusable(fd):
                     raise LedgerError(f"the ledger {path} cannot be read: {why}")
             finally:
                 lock.release()
@@ -111,23 +112,30 @@ class LedgerFile:
 
     # ---- changes ----
 
-    def begin(self, patience_s: float | None = None) -> bool:
+    def begin(self, patience_s: float | None = None, *, hasty: bool = False) -> bool:
         """Take the lock and open a change; False is a miss. Always pair with `end` in a finally.
+
+        `hasty` is for a caller that itself holds the figures it uses against what they can be.
 
         Raises
         ------
         LedgerError
-            The file at the path is not this one any more, or was cut; or this is closed.
+            The file at the path is not this one any more, was cut, or is damaged; or this is
+            closed.
         """
         if self.closed is not None:
             raise LedgerError(self.closed)
         words = self.words
+        # Before any word is touched: where a cut file ends, touching its mapping kills.
+        self._check_size()
         before = words[w.H_SEQUENCE]
         if not self._lock.acquire(patience_s):
             if words[w.H_SEQUENCE] != before:
                 self._lock.forgive()
             return False
         self._check_identity()
+        if is_out_of_bounds(words) or (not hasty and damage(words)):
+            raise LedgerError(self.damaged())
         sequence: int = words[w.H_SEQUENCE]
         words[w.H_HOLDER_PID] = self._pid
         if sequence & 1:  # a writer died in the middle
@@ -160,6 +168,24 @@ class LedgerFile:
         finally:
             self.end()
 
+    def check(self) -> None:
+        """Whether the words may be read and stored, for who does so without a change.
+
+        Raises
+        ------
+        LedgerError
+            This is closed, or the file was cut.
+        """
+        if self.closed is not None:
+            raise LedgerError(self.closed)
+        self._check_size()
+
+    def check_whole(self) -> None:
+        """As `check`, and that what the words say can be. Raises as `check` does."""
+        self.check()
+        if damage(self.words):
+            raise LedgerError(self.damaged())
+
     def busy(self) -> str:
         """Who holds the lock, for a message."""
         return _busy(self.path, self.words[w.H_HOLDER_PID])
@@ -172,7 +198,26 @@ class LedgerFile:
         if (found.st_ino, found.st_dev) != self._identity:
             raise LedgerError(self._replaced())
         if found.st_size != w.FILE_BYTES:
-            raise LedgerError(f"the ledger {self.path} was cut to {found.st_size} bytes under us")
+            raise LedgerError(self._cut(found.st_size))
+
+    def _check_size(self) -> None:
+        size_bytes = os.fstat(self._probe_fd).st_size
+        if size_bytes != w.FILE_BYTES:
+            raise LedgerError(self._cut(size_bytes))
+
+    def _cut(self, size_bytes: int) -> str:
+        return (
+            f"the ledger {self.path} was cut to {size_bytes} bytes while it was in use. End every "
+            "engine of this device: the next one makes it anew"
+        )
+
+    def damaged(self) -> str:
+        """What is wrong with it and what to do, for a message."""
+        why = damage(self.words) or "its header holds figures that cannot be"
+        return (
+            f"the ledger {self.path} is damaged: {why}. Nothing is granted by it any more. End "
+            "every engine of this device: the next one makes it anew"
+        )
 
     def _replaced(self) -> str:
         return (

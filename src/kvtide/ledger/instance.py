@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvtide.errors import LedgerError
@@ -42,7 +43,10 @@ class Instance:
     @property
     def live(self) -> bool:
         """Whether the record is still this instance's."""
-        return self._file.closed is None and self._file.words[self._at] == self.generation
+        if self._file.closed is not None:
+            return False
+        self._file.check()
+        return self._file.words[self._at] == self.generation
 
     @property
     def limit_bytes(self) -> int | None:
@@ -104,6 +108,7 @@ class Instance:
 
     def call_holders(self) -> None:
         """Wake the holders who should give something now; who stays silent is passed over."""
+        self._file.check_whole()
         # What is needed was stored before the holders' figures are read, as they publish before
         # they ask for demands: at least one of the two sees the other.
         words, called, now_ns = self._file.words, [], time.monotonic_ns()
@@ -178,15 +183,16 @@ class Instance:
         """Give up the name, if this is the owner; the record stays while it has pools."""
         if self._owner and self._file.closed is None:
             self._owner = False
-            self._file.words[self._at + w.I_WISH] = 0
+            with suppress(LedgerError):
+                self._file.check()
+                self._file.words[self._at + w.I_WISH] = 0
             self._file.drop_lease(self._at)
             self._ledger.try_to_end_dead()
             # Its scheduler may have been ended by force, and left it.
             self._ledger.bell.sweep([(self.slot, self.generation)])
 
     def _own_words(self) -> memoryview:
-        if self._file.closed is not None:
-            raise LedgerError(self._file.closed)
+        self._file.check()
         if not self.live:
             raise LedgerError(f"instance {self.name!r} was retired: its owner died or closed it")
         return self._file.words

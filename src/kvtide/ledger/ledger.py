@@ -122,6 +122,7 @@ class Ledger:
         LedgerError
             It is gone.
         """
+        self._check_open()
         slot, generation = _parse(key, w.MAX_INSTANCES)
         if self.file.words[w.instance_at(slot)] != generation:
             raise LedgerError(f"instance {key} is gone: its owner died or closed it")
@@ -162,6 +163,7 @@ class Ledger:
         LedgerError
             It is gone.
         """
+        self._check_open()
         slot, generation = _parse(key, w.MAX_POOLS)
         if self.file.words[w.pool_at(slot)] != generation:
             raise LedgerError(f"pool {key} is gone: its holder died or closed it")
@@ -217,12 +219,14 @@ class Ledger:
 
     def is_trimming(self, key: str) -> bool:
         """Whether an instance has not done yet what `ask_to_trim` asked of it."""
+        self._check_open()
         slot, generation = _parse(key, w.MAX_INSTANCES)
         words, at = self.file.words, w.instance_at(slot)
         return trims(words, at) and bool(words[at] == generation)
 
     def end_trim(self, instance: Instance) -> None:
         """The instance can give no more of what it was asked to."""
+        self._check_open()
         end_trim(self.file.words, w.instance_at(instance.slot))
 
     def is_owing(self, instance: Instance) -> bool:
@@ -256,7 +260,7 @@ class Ledger:
         is asked. Asking answers a call, so holders who do not ask are passed over. Cheap when
         nobody needs anything.
         """
-        self._check_open()
+        self.file.check_whole()
         return ask_demands(self.file.words, instance.slot)
 
     def reason(self, instance: Instance) -> Reason | None:
@@ -267,8 +271,7 @@ class Ledger:
     # ---- for the parts of this package ----
 
     def _check_open(self) -> None:
-        if self.file.closed is not None:
-            raise LedgerError(self.file.closed)
+        self.file.check()
 
     def try_to_end_dead(self) -> None:
         """For closing, which must not fail because the file was removed or replaced."""
@@ -277,6 +280,7 @@ class Ledger:
 
     def end_dead(self) -> int:
         """`retire_dead` without the sample."""
+        self.file.check_whole()
         if self.owing:
             self.pay()
         if not suspects(self.file):

@@ -13,6 +13,7 @@ from typing import Final
 from kvtide.errors import LedgerBusyError, LedgerError
 from kvtide.ledger import layout as w
 from kvtide.ledger.creation import open_description, spec_of, why_unreadable
+from kvtide.ledger.damage import damage
 from kvtide.ledger.directory import check_directory
 from kvtide.ledger.holdings import is_silent
 from kvtide.ledger.lease import is_leased
@@ -40,7 +41,7 @@ _STANDS_AFTER: Final = 60  # tries, so as many milliseconds
 
 
 def _copy(raw: memoryview, words: memoryview) -> bytes:
-    """The used part of the file at one moment.
+    """The file at one moment.
 
     Raises
     ------
@@ -50,7 +51,7 @@ def _copy(raw: memoryview, words: memoryview) -> bytes:
     stood, stood_for = -1, 0
     for attempt in range(_TRIES):
         before = words[w.H_SEQUENCE]
-        copy = bytes(raw[: w.pool_at(words[w.H_POOLS_HIGH]) * w.WORD_BYTES])
+        copy = bytes(raw)
         if words[w.H_SEQUENCE] == before and not before & 1:
             return copy
         stood, stood_for = before, (stood_for + 1 if before == stood else 0)
@@ -72,9 +73,14 @@ def take_snapshot(raw: memoryview, words: memoryview, leased: Callable[[int], bo
     ------
     LedgerBusyError
         It kept changing.
+    LedgerError
+        It is damaged.
     """
     copy = _copy(raw, words)
     then = memoryview(copy).cast("q")
+    why = damage(then)
+    if why is not None:
+        raise LedgerError(f"the ledger is damaged: {why}. End every engine of this device")
     pools: dict[int, list[PoolView]] = {}
     for slot in live_pools(then):
         at = w.pool_at(slot)
@@ -190,7 +196,11 @@ class Observer:
         ------
         LedgerBusyError
             It kept changing.
+        LedgerError
+            It is damaged, or was cut.
         """
+        if os.fstat(self._fd).st_size != w.FILE_BYTES:
+            raise LedgerError(f"the ledger {self.path} was cut while it was read")
         return take_snapshot(
             self._raw, self._words, lambda word: is_leased(self._fd, word * w.WORD_BYTES)
         )

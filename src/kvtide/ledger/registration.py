@@ -107,6 +107,7 @@ def add_pool(
         raise UsageError(
             f"no pool has rank {rank} and {blocks_total} blocks of {block_bytes} bytes"
         )
+    ledger.file.check_whole()
     if len(live_pools(ledger.file.words)) == w.MAX_POOLS:
         ledger.retire_dead()
     with ledger.file.change() as words:
