@@ -43,16 +43,15 @@ def tokens_equal(
 ) -> Check:
     """The tokens are the native engine's; if not `exact`, but for what nearly was a tie there.
 
-    After such a token the two continue different texts, of which no more is compared.
+    After such a token the two continue different texts, of which no more is compared. Requests that
+    were not answered fail another check, and are not compared.
     """
-    if len(native) != len(elastic) or not native:
+    if len(native) != len(elastic):
         return Check(name, False, f"{len(elastic)} answers, native {len(native)}")
     equal = ties = 0
     wrong = []
-    for number, (ours, theirs) in enumerate(zip(elastic, native, strict=True)):
-        if ours.error or theirs.error:
-            wrong.append(f"request {number} has no answer to compare")
-            continue
+    compared = _answered_by_both(native, elastic)
+    for number, theirs, ours in compared:
         at = _first_difference(ours.tokens, theirs.tokens)
         if at is None:
             equal += 1
@@ -60,10 +59,18 @@ def tokens_equal(
             ties += 1
         else:
             wrong.append(f"request {number} differs at token {at}{_why(theirs, at)}")
-    found = f"{equal} of {len(native)} equal"
+    found = f"{equal} of {len(compared)} equal"
     if ties:
         found += f", {ties} differ from a near tie of the native model on"
-    return Check(name, not wrong, f"{found}; {wrong[0]}" if wrong else found)
+    held = bool(compared) and not wrong
+    return Check(name, held, f"{found}; {wrong[0]}" if wrong else found)
+
+
+def _answered_by_both(
+    native: Sequence[Answer], elastic: Sequence[Answer]
+) -> list[tuple[int, Answer, Answer]]:
+    pairs = enumerate(zip(native, elastic, strict=False))
+    return [(n, theirs, ours) for n, (theirs, ours) in pairs if not (theirs.error or ours.error)]
 
 
 def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -87,7 +94,8 @@ def _why(theirs: Answer, at: int) -> str:
 
 
 def cached_equal(name: str, native: Sequence[Answer], elastic: Sequence[Answer]) -> Check:
-    """The prefix cache had the same tokens of every prompt."""
-    ours, theirs = [a.cached for a in elastic], [a.cached for a in native]
-    found = f"{sum(ours)} tokens, native {sum(theirs)}"
-    return Check(name, bool(theirs) and ours == theirs, found)
+    """The prefix cache had the same tokens of every prompt that both answered."""
+    compared = _answered_by_both(native, elastic)
+    ours, theirs = sum(o.cached for _, _, o in compared), sum(t.cached for _, t, _ in compared)
+    held = bool(compared) and all(o.cached == t.cached for _, t, o in compared)
+    return Check(name, held, f"{ours} tokens, native {theirs}")

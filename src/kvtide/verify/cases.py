@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,14 +60,15 @@ class Bench:
     other: tuple[type[Server], str] | None = None
     extra: dict[str, str] | None = None
 
-    def site(self, size_bytes: int, *, layout: str = "auto") -> Site:
-        """A device of its own for a case."""
+    def site(self, size_bytes: int, *, layout: str = "auto", devices: int = 1) -> Site:
+        """Devices of its own for a case."""
         return Site(
             self.work,
             self.logs,
             backend=self.backend,
             size_bytes=size_bytes,
             layout=layout,
+            devices=devices,
             extra=self.extra,
         )
 
@@ -93,11 +94,17 @@ def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
     return [c for c in cases if pattern is None or fnmatch.fnmatchcase(c.name, pattern)]
 
 
-def make_cases(models: Sequence[Model], wide: Model, backend: str) -> list[Case]:
-    """All cases for these models; `wide` has a cache of many bytes a token, for the pairs."""
+def make_cases(
+    models: Sequence[Model], wide: Model, backend: str, lacks: Mapping[str, str] | None = None
+) -> list[Case]:
+    """All cases for these models; `wide` has a cache of many bytes a token, for the pairs.
+
+    `lacks`: names of models that the engine does not run natively, and why.
+    """
+    lacks = lacks or {}
     layouts = ["per-layer"] if backend == "host" else ["per-layer", "block-major"]
     cases = [
-        Case(f"model/{model.name}/{layout}", _model(model, layout))
+        Case(f"model/{model.name}/{layout}", _model(model, layout, lacks.get(model.name)))
         for model in models
         for layout in layouts
     ]
@@ -139,8 +146,13 @@ def _both(bench: Bench, model: Model, options: Options, layout: str) -> Seen:
     return Seen(lives, judge_model(native, elastic, exact=model.exact))
 
 
-def _model(model: Model, layout: str) -> Callable[[Bench], Seen]:
-    return lambda bench: _both(bench, model, _options(bench, model), layout)
+def _model(model: Model, layout: str, lacking: str | None) -> Callable[[Bench], Seen]:
+    def run(bench: Bench) -> Seen:
+        if lacking is not None:
+            raise Skipped(f"{bench.kind.engine} does not run it here: {lacking}")
+        return _both(bench, model, _options(bench, model), layout)
+
+    return run
 
 
 def _fp8(model: Model) -> Callable[[Bench], Seen]:
@@ -161,7 +173,9 @@ def _pair(model: Model, *, tp: int | None = None, mixed: bool = False) -> Callab
     def run(bench: Bench) -> Seen:
         if mixed and bench.other is None:
             raise Skipped("no other engine was named: give --other ENGINE=PYTHON")
-        site = bench.site(_TIGHT_BYTES * (tp or 1) if bench.backend == "host" else GIB)
+        # Two ranks are on two devices, of which b shares the first: a's first rank is starved.
+        size_bytes = _TIGHT_BYTES if bench.backend == "host" else GIB
+        site = bench.site(size_bytes, devices=tp or 1)
         options = _options(bench, model, _SHORT_LEN)
         first = site.server(
             bench.kind, model, "a", replace(options, tp=tp or bench.tp), python=bench.python

@@ -19,6 +19,7 @@ __all__ = ["Life", "drop_cache", "end_checks", "find_errors", "lived", "ready_ch
 
 _READY_SECONDS = 900.0
 _STOP_SECONDS = 90.0
+_HEALTHY_SECONDS = 30.0
 _ORDERLY = (0, -2, 130)  # by itself, or by the signal that it was sent
 _ERRORS = re.compile(
     r"Traceback \(most recent call last\)|\bERROR\b|\bCRITICAL\b|[Ss]egmentation fault|core dumped"
@@ -85,16 +86,15 @@ def lived(site: Site, server: Server, name: str, *, native: bool) -> Iterator[Li
     try:
         _start(site, server, life)
         yield life
-        life.alive = life.ready and server.healthy()
+        life.alive = life.ready and until(server.healthy, _HEALTHY_SECONDS) is not None
     finally:
         server.stop(_STOP_SECONDS)
         life.exit_status, life.killed = server.exit_status(), len(server.killed)
         life.left_pids = tuple(server.pids())
         # Only what is its own: a neighbour on the device may live on.
-        until(lambda: site.instance(name) is None, 5.0)
-        left = site.instance(name)
-        life.left_records = 0 if left is None else 1
-        life.left_bytes = 0 if left is None else left.charged_bytes
+        left = site.instances(name)
+        life.left_records = len(left)
+        life.left_bytes = sum(instance.charged_bytes for instance in left)
         life.log_errors = tuple(find_errors(Path(server.log), server.end_mark, server.end_noise))
 
 
@@ -148,8 +148,11 @@ def end_checks(life: Life, *, native: Sequence[str] = ()) -> list[Check]:
     `native`: errors that the native engine's log has too, which are not kvtide's.
     """
     own = [line for line in life.log_errors if _shape(line) not in {_shape(n) for n in native}]
-    checks = [
-        Check("server_alive_after_load", life.alive, "yes" if life.alive else "no answer"),
+    checks = []
+    if life.ready:  # else nothing was asked of it
+        found = "yes" if life.alive else "no answer"
+        checks.append(Check("server_alive_after_load", life.alive, found))
+    checks += [
         Check(
             "clean_exit_on_signal",
             life.killed == 0 and life.exit_status in _ORDERLY,
@@ -167,9 +170,11 @@ def end_checks(life: Life, *, native: Sequence[str] = ()) -> list[Check]:
             )
         )
         return checks
+    if life.ready:
+        blocks = f"{life.blocks} blocks in the ledger"
+        checks.append(Check("kvtide_active", life.registered, blocks))
     return [
         *checks,
-        Check("kvtide_active", life.registered, f"{life.blocks} blocks in the ledger"),
         Check(
             "ledger_empty_after_exit",
             life.left_records == 0 and life.left_bytes == 0,

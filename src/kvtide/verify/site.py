@@ -1,4 +1,4 @@
-"""One device of one case, with its ledger, its logs, and the servers that run on it."""
+"""The devices of one case, with their ledgers, logs, and the servers that run on them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def until(condition: Callable[[], object], seconds: float) -> float | None:
 
 
 class Site:
-    """A device of its own: no other program's memory is in the picture.
+    """Devices of its own: no other program's memory is in the picture.
+
+    A server of one rank is on the first of them. What is asked of the device is asked of the one
+    that most instances share.
 
     Parameters
     ----------
@@ -50,7 +53,14 @@ class Site:
     logs
         Where the servers' logs go, by the server's name.
     size_bytes
-        Of the device; on a GPU what may be used of it.
+        Of each device; on a GPU what may be used of it.
+    devices
+        How many host devices the ranks of a server take in turn.
+
+    Attributes
+    ----------
+    uuids
+        Of the host devices.
     layout
         `KVTIDE_LAYOUT`.
     """
@@ -63,6 +73,7 @@ class Site:
         backend: str,
         size_bytes: int,
         layout: str = "auto",
+        devices: int = 1,
         extra: dict[str, str] | None = None,
     ) -> None:
         self.backend = backend
@@ -71,9 +82,12 @@ class Site:
         self._ledgers = directory / "ledgers"
         self._logs = logs
         self._extra = extra or {}
-        self._uuid = f"verify-{time.monotonic_ns()}"
+        self.uuids = [f"verify-{time.monotonic_ns()}-{number}" for number in range(devices)]
         own = {
-            "host": {"KVTIDE_HOST_DEVICE": self._uuid, "KVTIDE_HOST_MEMORY": str(size_bytes)},
+            "host": {
+                "KVTIDE_HOST_DEVICE": ",".join(self.uuids),
+                "KVTIDE_HOST_MEMORY": str(size_bytes),
+            },
             "cuda": {"KVTIDE_BUDGET": str(size_bytes)},
         }
         self._environ = {
@@ -104,23 +118,30 @@ class Site:
         return kind(
             model.path,
             log=log,
-            arguments=kind.flags(options),
+            arguments=kind.flags(options, model.path),
             environ=temporary | kind.environ_for(options, self.backend) | own | self._extra,
             **given,
         )
 
-    def snapshot(self) -> Snapshot | None:
-        """The ledger now; None before there is one."""
-        for path in Ledger.existing(self._ledgers):
+    def snapshots(self) -> list[Snapshot]:
+        """The ledgers now, first that of the device that most instances share."""
+        found = []
+        for path in sorted(Ledger.existing(self._ledgers)):
             with Ledger.read(path) as observer:
-                return observer.snapshot()
-        return None
+                found.append(observer.snapshot())
+        return sorted(found, key=lambda snapshot: -len(snapshot.instances))
+
+    def snapshot(self) -> Snapshot | None:
+        """The device's ledger now; None before there is one."""
+        return next(iter(self.snapshots()), None)
+
+    def instances(self, name: str) -> list[InstanceView]:
+        """An instance on every device that it is on, in the order of `snapshots`."""
+        return [i for snapshot in self.snapshots() for i in snapshot.instances if i.name == name]
 
     def instance(self, name: str) -> InstanceView | None:
-        """An instance, or None."""
-        snapshot = self.snapshot()
-        found = [i for i in snapshot.instances if i.name == name] if snapshot else []
-        return found[0] if found else None
+        """An instance on the device, or None."""
+        return next(iter(self.instances(name)), None)
 
     def charge(self, name: str) -> int:
         """What an instance answers for; 0 without one."""
@@ -144,6 +165,5 @@ class Site:
     def left_bytes(self) -> int:
         """What processes still hold of a host device, by the kernel; on a GPU what is charged."""
         if self.backend == "host":
-            return used_bytes(self._uuid)
-        snapshot = self.snapshot()
-        return 0 if snapshot is None else snapshot.charged_bytes
+            return sum(map(used_bytes, self.uuids))
+        return sum(snapshot.charged_bytes for snapshot in self.snapshots())

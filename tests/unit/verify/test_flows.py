@@ -22,16 +22,25 @@ REQUEST_BYTES, IDLE_BYTES, TOTAL_BYTES = 6 * MIB, 8 * MIB, 96 * MIB
 class Device:
     """A device on which an engine's charge grows with its requests and goes with its cache."""
 
-    def __init__(self):
+    def __init__(self, second_rank_of=None, lags_bytes=0):
         self.charges, self.limits, self.greedy = {}, {}, False
+        # An engine with another rank on a device that it has alone, where it holds less by so much.
+        self.second_rank_of, self.lags_bytes = second_rank_of, lags_bytes
 
     def server(self, name, **changes):
         return Engine(self, name, **changes)
 
     def instance(self, name):
+        return next(iter(self.instances(name)), None)
+
+    def instances(self, name):
         if name not in self.charges:
-            return None
+            return []
         charged = self.charges[name]
+        both = [charged, charged - self.lags_bytes] if name == self.second_rank_of else [charged]
+        return [self.seen(name, each) for each in both]
+
+    def seen(self, name, charged):
         cached = (charged - IDLE_BYTES) // MIB
         figures = SimpleNamespace(blocks_cached=cached)
         pool = SimpleNamespace(figures=figures, block_bytes=MIB, blocks_total=90)
@@ -39,13 +48,19 @@ class Device:
             name=name, charged_bytes=charged, limit_bytes=self.limits.get(name), pools=(pool,)
         )
 
-    def snapshot(self):
-        return SimpleNamespace(
-            charged_bytes=sum(self.charges.values()),
-            budget_bytes=TOTAL_BYTES,
-            free_bytes=self.free_bytes(),
-            instances=[self.instance(name) for name in self.charges],
-        )
+    def snapshots(self):
+        devices = [[self.instance(name) for name in self.charges]]
+        if self.second_rank_of in self.charges:
+            devices.append(self.instances(self.second_rank_of)[1:])
+        return [
+            SimpleNamespace(
+                charged_bytes=sum(i.charged_bytes for i in instances),
+                budget_bytes=TOTAL_BYTES,
+                free_bytes=TOTAL_BYTES - sum(i.charged_bytes for i in instances),
+                instances=instances,
+            )
+            for instances in devices
+        ]
 
     def charge(self, name):
         return self.charges.get(name, 0)
@@ -178,8 +193,8 @@ def test_a_refused_reset_is_recorded():
     assert not found.cache_dropped
 
 
-def pair(**changes):
-    device = Device()
+def pair(device=None, **changes):
+    device = device or Device()
     servers = [("a", device.server("a", **changes)), ("b", device.server("b"))]
     return run_pair(device, servers, silent)
 
@@ -192,6 +207,19 @@ def test_a_pair_moves_memory():
     # 70% of the 80 MiB that were free.
     assert len(record.requests["a_alone"]) == 9
     assert record.a_peak == IDLE_BYTES + 9 * REQUEST_BYTES
+
+
+def test_a_starved_rank_is_one_whose_device_was_full_and_the_other_stays_in_step():
+    record = pair(Device("a"))
+    assert broken(judge_pair(record)) == []
+    assert record.charges[0] == (record.a_peak, record.a_peak)
+    # The fake neighbours take what there is, and no request waits.
+    assert record.least_free[0] == 0
+    assert record.least_free[1] > REQUEST_BYTES
+
+
+def test_ranks_out_of_step_are_noticed():
+    assert broken(judge_pair(pair(Device("a", lags_bytes=2 * MIB)))) == [("a", "ranks_in_step")]
 
 
 def test_an_engine_that_keeps_what_it_cached_is_noticed():

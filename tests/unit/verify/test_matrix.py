@@ -1,6 +1,7 @@
 """The matrix runs every case whatever becomes of the others, and the report says all of it."""
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -179,7 +180,7 @@ def test_the_setup_says_what_ran_where():
 
 def test_flags_say_what_the_checks_ask_of_an_engine():
     flags = Server.flags(
-        Options("float32", 2048, kv_dtype="fp8", tp=2, kv_bytes=7, sleep_mode=True)
+        Options("float32", 2048, kv_dtype="fp8", tp=2, kv_bytes=7, sleep_mode=True), Path("m")
     )
     for pair in (
         ["--dtype", "float32"],
