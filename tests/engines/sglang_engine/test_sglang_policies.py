@@ -166,16 +166,30 @@ def test_a_lower_limit_now_retracts_running_requests(pair: Pair) -> None:
 
 
 def test_raising_a_limit_goes_on_without_another_request(pair: Pair) -> None:
-    (prompt,) = prompts_of(41, 1, 1800, 1800)
-    alone = tokens_of(pair.a.ask([prompt], 16))
+    prompts = prompts_of(41, 5, 1500, 1500)
+    alone = tokens_of([pair.a.ask([prompt], 200)[0] for prompt in prompts])
     pair.a.drop_cache()
-    limit_bytes = pair.smallest("a")
+    limit_bytes = pair.smallest("a") + 16 * MIB
     pair.limit(limit_bytes)
-    job = asking(pair.a, [prompt], 16)
-    until(lambda: pair.fleet.instance("a").state.name == "WAITING", WAIT_SECONDS, "it waits")
+    job = asking(pair.a, prompts, 200)
+    until(lambda: pair.fleet.charge("a") == limit_bytes, WAIT_SECONDS, "it is at its limit")
     assert not job.done()
     pair.limit(None)
-    assert tokens_of(job.result(WAIT_SECONDS)) == alone
+    until(lambda: pair.fleet.charge("a") > limit_bytes, WAIT_SECONDS, "it grows again")
+    assert tokens_of(job.result()) == alone
+
+
+def test_what_can_never_have_memory_is_answered_and_the_others_go_on(pair: Pair) -> None:
+    long, short = prompts_of(43, 1, 3000, 3000), prompts_of(44, 2, 100, 100)
+    alone = tokens_of(pair.a.ask(short, 16))
+    pair.limit(pair.smallest("a") + 16 * MIB)
+    job = asking(pair.a, long, 16)
+    assert tokens_of(pair.a.ask(short, 16)) == alone
+    (answer,) = job.result(WAIT_SECONDS)
+    assert "3000 tokens can never have memory: the limit of a allows 2047" in answer.error
+    assert tokens_of(pair.a.ask(short, 16)) == alone
+    pair.limit(None)
+    tokens_of(pair.a.ask(long, 16))
 
 
 def test_a_trim_takes_what_is_cached(pair: Pair) -> None:

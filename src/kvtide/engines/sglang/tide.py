@@ -12,11 +12,13 @@ from kvtide.engines.sglang.devices import order_with
 from kvtide.engines.sglang.fitting import left_bytes, most_blocks
 from kvtide.engines.sglang.memory import SlotMemory
 from kvtide.engines.sglang.need import Load, Need, read_load, states_per_request
+from kvtide.engines.sglang.overdue import Overdue, end_request
 from kvtide.engines.sglang.own import record_own
 from kvtide.engines.sglang.retraction import Retraction, let_go_of_chunk
 from kvtide.engines.sglang.sleeper import Sleeper
 from kvtide.ledger import State
 from kvtide.ranks.seat import Wish
+from kvtide.settings import Settings
 
 __all__ = ["Tide"]
 
@@ -60,6 +62,7 @@ class Tide:
         self._uuid = mine.uuid
         self._wish = Wish({mine.uuid: parts["full"].seat})
         self._wished_at = 0.0
+        self._overdue = Overdue(parts["full"].seat, Settings.from_environ().wait_deadline)
         self._sleeper = Sleeper(scheduler, ranks) if self._agreement.rank == 0 else None
         self._running = 0
         # Rounds in a row in which nothing could run.
@@ -256,12 +259,26 @@ class Tide:
             let_go_of_chunk(self._scheduler)
             self._pressed = True
             return
-        if not self._wish.made or self._sleeper is None:
+        if self._ends_head() or not self._wish.made or self._sleeper is None:
             return
         self._show(State.WAITING)
         self._sleeper.sleep(self._probe_seconds)
         self._ahead_at = 0.0
         self._probe_seconds = min(2 * self._probe_seconds, _LONGEST_PROBE_SECONDS)
+
+    def _ends_head(self) -> bool:
+        """Whether the first in the queue waited in vain and was ended."""
+        queue = self._scheduler.waiting_queue
+        if not queue:
+            return False
+        head, most = queue[0], self.most_tokens()
+        (late,) = self._agreement.largest([self._overdue.is_late(head)])
+        tokens = len(head.origin_input_ids) + len(head.output_ids)
+        if tokens > most:
+            end_request(self._scheduler, head, self._overdue.why_never(tokens, most))
+        elif late:
+            end_request(self._scheduler, head, self._overdue.why_late(tokens))
+        return tokens > most or bool(late)
 
     def flushed(self) -> None:
         """The cache was flushed: its memory goes at once."""
