@@ -122,6 +122,18 @@ CASES: dict[str, dict] = {
         "method": "eagle3",
         "speculative_tokens": 3,
     },
+    # Model types of which only names, heads and windows differ, with their classes' own sizes.
+    **{
+        f"{model_type}-class-defaults": {"max_model_len": 2048}
+        for model_type in (
+            *("arcee", "cohere", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "gpt_neox"),
+            *("granitemoe", "granitemoeshared", "hy_v3", "ministral3", "nemotron", "olmo"),
+            *("olmo2", "olmoe", "opt", "phi", "seed_oss", "smollm3", "stablelm"),
+        )
+    },
+    "cohere2-class-defaults": {},
+    "cohere2-class-defaults tp2": {"tp": 2},
+    "olmo3-class-defaults": {},
 }
 
 

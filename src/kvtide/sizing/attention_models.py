@@ -23,6 +23,7 @@ __all__ = [
     "layer_types",
     "llama4",
     "mla",
+    "patterned",
     "plain",
     "whisper",
 ]
@@ -108,6 +109,21 @@ def plain(fields: Fields, family: Family) -> Built:
                 "layers: engines do not run windows in a part of these models' layers"
             )
     kinds = layer_types(fields, count, lambda _: Kind.SLIDING if window else Kind.FULL)
+    return _windowed(fields, family, kinds, window), []
+
+
+def patterned(fields: Fields, family: Family) -> Built:
+    """Windows by `layer_types`, else all but every n-th layer; none without a `sliding_window`."""
+    count = _count(fields, family)
+    window = fields.integer_or("sliding_window", 0)
+    period = 1
+    if window and not fields.has("layer_types"):
+        period = fields.integer("sliding_window_pattern", "layers from one full one to the next")
+    kinds = layer_types(fields, count, lambda i: Kind.SLIDING if (i + 1) % period else Kind.FULL)
+    if not window and Kind.SLIDING in kinds:
+        raise ConfigError(
+            f"{fields.file}: layer_types has 'sliding_attention', and there is no sliding_window"
+        )
     return _windowed(fields, family, kinds, window), []
 
 

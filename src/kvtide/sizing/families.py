@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvtide.sizing import attention_models as attention
@@ -50,9 +50,13 @@ class Family:
 
 
 _DIM = ("head_dim",)
+_BOTH = ("head_dim", "num_key_value_heads")
 _PLAIN = Family(attention.plain)
 _DERIVED = Family(attention.plain, derives=_DIM)
-_LLAMA = Family(attention.plain, derives=("head_dim", "num_key_value_heads"))
+_LLAMA = Family(attention.plain, derives=_BOTH)
+# What vLLM runs through transformers' own modules, whose attention layers it only counts.
+_MODULES = Family(attention.plain, layer="{i}", attn=".attn", derives=_BOTH)
+_PATTERNED = Family(attention.patterned, derives=_BOTH, defaults={"sliding_window_pattern": 4})
 _MLA = Family(attention.mla, drafts="num_nextn_predict_layers")
 _GEMMA3 = Family(
     attention.gemma3,
@@ -142,6 +146,39 @@ FAMILIES: dict[str, Family] = {
     "mamba": Family(hybrid.mamba1, layer="backbone.layers.{i}"),
     "falcon_mamba": Family(hybrid.mamba1, layer="backbone.layers.{i}"),
     "mamba2": Family(hybrid.mamba2, layer="backbone.layers.{i}"),
+    # Plain decoders under other names.
+    "arcee": _LLAMA,
+    "cohere": _LLAMA,
+    "ernie4_5": _LLAMA,
+    "ernie4_5_moe": _LLAMA,
+    "glm": _PLAIN,
+    "granitemoe": _LLAMA,
+    "granitemoeshared": _LLAMA,
+    "hy_v3": _LLAMA,
+    "ministral3": _LLAMA,
+    "nemotron": _LLAMA,
+    "olmoe": _LLAMA,
+    "phi": _LLAMA,
+    "seed_oss": _LLAMA,
+    "stablelm": _LLAMA,
+    "gpt_neox": Family(
+        attention.plain,
+        layer="gpt_neox.layers.{i}",
+        attn=".attention.attn",
+        derives=_BOTH,
+    ),
+    "opt": Family(
+        attention.plain,
+        layer="model.decoder.layers.{i}",
+        derives=_BOTH,
+    ),
+    "olmo": _MODULES,
+    "olmo2": _MODULES,
+    "smollm3": _MODULES,
+    # Windows in some layers.
+    "cohere2": _PATTERNED,
+    "exaone4": _PATTERNED,
+    "olmo3": replace(_PATTERNED, layer=_MODULES.layer, attn=_MODULES.attn),
     "whisper": Family(
         attention.whisper,
         layer=".decoder.layers.{i}.layers",

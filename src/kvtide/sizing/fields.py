@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from kvtide.sizing.errors import ConfigError
 
@@ -24,10 +23,11 @@ def read_json(path: Path) -> dict[str, Any]:
         The file cannot be read, or is not a JSON object.
     """
     try:
-        found = msgspec.json.decode(path.read_bytes())
+        # Published files have `Infinity` (a Mamba 2's time steps), which strict JSON has not.
+        found = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds {type(found).__name__}, not a JSON object")

@@ -116,7 +116,7 @@ def model_from_config(
             "(heads and their size), which only a window, which a recurrent state and of what "
             f"shape. Known: {', '.join(sorted(FAMILIES))}"
         )
-    if "dtype" not in text and "torch_dtype" not in text:
+    if text.get("dtype") is None and text.get("torch_dtype") is None:
         inherited = config.get("dtype") or config.get("torch_dtype")
         if inherited is not None:
             text["dtype"] = inherited

@@ -146,3 +146,28 @@ def test_a_wrapped_draft_model_is_read_through():
     config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
     wrapped = {"model_type": "eagle", "model": {**config, "num_hidden_layers": 1}}
     assert len(model_from_config(wrapped, name="x").layers) == 1
+
+
+def test_infinity_is_read_as_published_files_have_it(tmp_path):
+    text = (CONFIGS / "mamba2-2.7b.json").read_text()
+    file = tmp_path / "config.json"
+    file.write_text(text.replace("{", '{"time_step_limit": [0.0, Infinity],', 1))
+    assert read_model(file).layers == read_model(CONFIGS / "mamba2-2.7b.json").layers
+
+
+def test_a_dtype_of_null_is_inherited_as_a_missing_one_is():
+    config = {
+        "model_type": "gemma3",
+        "dtype": "bfloat16",
+        "text_config": {"model_type": "gemma3_text", "dtype": None, "num_hidden_layers": 2},
+    }
+    assert model_from_config(config, name="x").dtype == "bfloat16"
+
+
+def test_windows_that_have_no_size_are_refused():
+    config = json.loads((CONFIGS / "cohere2-class-defaults.json").read_text())
+    config |= {"sliding_window": None, "layer_types": ["sliding_attention"] * 8}
+    with pytest.raises(ConfigError, match="there is no sliding_window"):
+        model_from_config(config, name="x")
+    full = model_from_config({**config, "layer_types": None}, name="x")
+    assert {layer.kind for layer in full.layers} == {Kind.FULL}
