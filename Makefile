@@ -6,7 +6,8 @@
 #   make engines  all tests that start real vLLM engines
 #   make test-timed   those that hold a bar of seconds: on a machine with nothing else to do
 #   make test-sglang  those that start SGLang, in an environment of its own; `sglang-core` the first of them
-#   make verify   the whole correctness matrix against native vLLM, with a report in verify-out
+#   make verify   the whole correctness matrix against the native engines, reports in verify-out
+#   make verify-core  the most telling cases of it for vLLM
 #   make test-web the page in a browser, the API against its description, two engines under both
 #   make quick    format, lint, types, floors, and the tests that need no engine
 
@@ -24,16 +25,25 @@ SGLANG_PYTEST = SGLANG_USE_CPU_ENGINE=1 KV_VLLM_PYTHON=$(CURDIR)/$(ENGINE)/bin/p
 SGLANG_CORE := $(addprefix tests/engines/sglang_engine/test_,slots.py retraction.py own.py \
 	sglang_refusals.py sglang_tokens.py sglang_sharing.py)
 SGLANG_REST := gemma3 or refused_by_name or killed or starved or cannot_be_backed
+VERIFY_CORE := 'model/llama/*' 'elastic/*-wide' 'limit/*' 'order/*'
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-timed test-sglang sglang-core test-web verify quick core sizing-sglang engines format clean
+.PHONY: demo test test-timed test-sglang sglang-core test-web verify verify-core quick core sizing-sglang engines format clean
 
 demo: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide demo --out demo-out
 
+# vLLM, and SGLang where its environment is there; `make $(OTHER)/.done` makes it.
 verify: $(ENGINE)/.done
-	$(ENGINE)/bin/kvtide verify --out verify-out
+	@failed=0; other=; test ! -f $(OTHER)/.done || other="--other sglang=$(OTHER)/bin/python"; \
+	$(ENGINE)/bin/kvtide verify --out verify-out/vllm $$other || failed=1; \
+	test -z "$$other" || SGLANG_USE_CPU_ENGINE=1 $(OTHER)/bin/kvtide verify --engine sglang \
+		--other vllm=$(ENGINE)/bin/python --out verify-out/sglang || failed=1; \
+	exit $$failed
+
+verify-core: $(ENGINE)/.done
+	$(ENGINE)/bin/kvtide verify --out verify-out/core $(addprefix --case ,$(VERIFY_CORE))
 
 test: quick core sizing-sglang
 

@@ -22,7 +22,9 @@ def verify(
         typer.Option(help="Folder of a model; again for more. Default: tiny ones, made here."),
     ] = None,
     tp: Annotated[int, typer.Option(help="Tensor parallel ranks of each server.")] = 1,
-    case: Annotated[str | None, typer.Option(help="Only cases like this: 'model/*'.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Only cases like this: 'model/*'; again for more.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="host or cuda.")] = "host",
     out: Annotated[Path, typer.Option(help="Directory of the report and logs.")] = Path(
         "verify-out"
@@ -48,7 +50,7 @@ def verify(
         engine=engine,
         models=model or [],
         tp=tp,
-        pattern=case,
+        patterns=case or [],
         backend=backend,
         out=out,
         dtype=dtype,

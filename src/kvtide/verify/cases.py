@@ -89,9 +89,13 @@ class Case:
     run: Callable[[Bench], Seen]
 
 
-def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
-    """Those whose name a pattern matches, such as `model/*`."""
-    return [c for c in cases if pattern is None or fnmatch.fnmatchcase(c.name, pattern)]
+def select(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
+    """Those whose name one of the patterns matches, such as `model/*`; all without a pattern."""
+    return [
+        case
+        for case in cases
+        if not patterns or any(fnmatch.fnmatchcase(case.name, p) for p in patterns)
+    ]
 
 
 def make_cases(

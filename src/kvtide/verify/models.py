@@ -234,8 +234,6 @@ def ensure_model(kind: str, cache: Path, *, dtype: str | None = None, seed: int 
 
 
 def _write_weights(kind: str, directory: Path, dtype: str, seed: int) -> None:
-    # Read as it is imported: without it transformers asks the hub for kernels of some models.
-    os.environ.setdefault("USE_HUB_KERNELS", "0")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging

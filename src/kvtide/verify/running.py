@@ -34,7 +34,7 @@ def run_verify(
     engine: str,
     models: Sequence[Path],
     tp: int,
-    pattern: str | None,
+    patterns: Sequence[str],
     backend: str,
     out: Path,
     dtype: str,
@@ -46,13 +46,13 @@ def run_verify(
     """Run it and write the report into `out` after each case; whether every check held.
 
     With `resume`, cases that held in the report that lies there, with the same engine and kvtide on
-    the same machine, are taken over from it, also where `pattern` does not choose them. `extra` are
+    the same machine, are taken over from it, also where `patterns` do not choose them. `extra` are
     further variables of every server.
 
     Raises
     ------
     UsageError
-        The engine, the backend or the pattern matches nothing.
+        The engine or the backend is not known, or a pattern matches nothing.
     UnsupportedError
         This Python does not have the engine.
     """
@@ -70,10 +70,11 @@ def run_verify(
         chosen = [Model(p.name, p.resolve(), dtype) for p in models] or tiny[:-1]
         lacks = {} if models or backend != "host" else kind.lacks
         every = make_cases(chosen, chosen[0] if models else tiny[-1], backend, lacks)
-        wanted = select(every, pattern)
-        if not wanted:
-            names = ", ".join(case.name for case in every)
-            raise UsageError(f"no case is like {pattern!r}; there are {names}")
+        wanted = select(every, patterns)
+        for pattern in patterns:
+            if not select(every, [pattern]):
+                names = ", ".join(case.name for case in every)
+                raise UsageError(f"no case is like {pattern!r}; there are {names}")
         setup = describe_setup(engine, kind.distributions, backend, tp, [m.name for m in chosen])
         known = _held_before(out, setup) if resume else {}
         cases = [case for case in every if case in wanted or case.name in known]

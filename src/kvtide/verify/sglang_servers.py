@@ -39,7 +39,7 @@ class SGLangServer(Server):
     distributions: ClassVar[tuple[str, ...]] = ("sglang",)
     backends: ClassVar[tuple[str, ...]] = ("host",)
     lacks: ClassVar[dict[str, str]] = {
-        "deepseek": "MLA: its attention backend torch_native has no dispatch for it",
+        "deepseek": "MLA: its rotary embedding asserts 'rope_scaling is not None'",
         "qwen3next": "GDN: 'extra_buffer needs CUDA/MUSA/NPU/ROCm/XPU (FLA)'",
         "gptoss": "GptOssForCausalLM 'requires one of' attention backends that need a GPU or AMX",
         "mamba2": "it has no implementation of Mamba2ForCausalLM",

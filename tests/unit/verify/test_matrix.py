@@ -151,24 +151,27 @@ def test_cases_are_named_and_chosen_by_pattern(tmp_path):
         "sleep/llama",
     ]
     on_gpu = make_cases(models, wide, "cuda")
-    assert [c.name for c in select(on_gpu, "model/*")] == [
+    assert [c.name for c in select(on_gpu, ["model/*"])] == [
         "model/llama/per-layer",
         "model/llama/block-major",
         "model/gemma3/per-layer",
         "model/gemma3/block-major",
     ]
-    assert select(on_gpu, None) == on_gpu
-    assert select(on_gpu, "nothing") == []
+    assert select(on_gpu, []) == on_gpu
+    assert select(on_gpu, ["nothing"]) == []
+    both = select(on_gpu, ["order/*", "limit/*"])
+    assert [c.name for c in both] == ["limit/wide", "order/wide"]
 
 
 def test_what_the_engine_has_not_is_skipped_by_name(run, tmp_path):
     model = Model("m", tmp_path, "float32")
-    cases = select(make_cases([model], model, "host"), "*/mixed")
-    cases += select(make_cases([model], model, "host"), "sleep/*")
+    cases = select(make_cases([model], model, "host"), ["*/mixed", "sleep/*"])
+    cases += select(make_cases([model], model, "host", {"m": "no kernels"}), ["model/*"])
     verdict, _, _ = run(cases)
-    assert [case.state for case in verdict.cases] == ["skipped", "skipped"]
+    assert [case.state for case in verdict.cases] == ["skipped"] * 3
     assert "--other" in verdict.cases[0].reason
     assert "sleep mode" in verdict.cases[1].reason
+    assert verdict.cases[2].reason == "vllm does not run it here: no kernels"
 
 
 def test_the_setup_says_what_ran_where():
@@ -201,7 +204,9 @@ def test_flags_say_what_the_checks_ask_of_an_engine():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"engine": "abacus"}, "'abacus' cannot be checked; there are vllm"),
+        ({"engine": "abacus"}, "'abacus' cannot be checked; there are vllm, sglang"),
+        ({"engine": "sglang", "backend": "cuda"}, "sglang is checked on host alone"),
+        ({"other": "sglang"}, "write ENGINE=PYTHON"),
         ({"backend": "tpu"}, "'tpu' is not host or cuda"),
     ],
 )
@@ -210,7 +215,7 @@ def test_what_cannot_be_run_is_refused(tmp_path, changes, says):
         "engine": "vllm",
         "models": [],
         "tp": 1,
-        "pattern": None,
+        "patterns": [],
         "backend": "host",
         "out": tmp_path,
         "dtype": "float32",
