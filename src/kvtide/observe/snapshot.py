@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtide.ledger import InstanceView, Ledger, PoolView, Snapshot
+from kvtide.ledger import InstanceView, Ledger, PoolView, Snapshot, State
 
 __all__ = ["DeviceStatus", "InstanceStatus", "PoolStatus", "Status", "device_status", "observe"]
 
@@ -62,7 +62,8 @@ class InstanceStatus(msgspec.Struct, frozen=True):
 
 
 class DeviceStatus(msgspec.Struct, frozen=True):
-    """One device. `free_bytes` is what could be granted now.
+    """One device. `free_bytes` is what could be granted now, `lendable_bytes` what instances would
+    give on top to one that needs it: what they cache or have mapped idly.
 
     `outside_bytes` is what others hold: neither KV caches, nor what instances are known to hold
     beside them. On the host device instances hold only KV caches.
@@ -78,6 +79,7 @@ class DeviceStatus(msgspec.Struct, frozen=True):
     instances: tuple[InstanceStatus, ...]
     name: str = ""
     outside_bytes: int = 0
+    lendable_bytes: int = 0
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -124,6 +126,12 @@ def device_status(snapshot: Snapshot, outside_now_bytes: int | None = None) -> D
         instances=tuple(map(_instance, snapshot.instances)),
         name=spec.name,
         outside_bytes=_outside_bytes(snapshot, outside_now_bytes),
+        lendable_bytes=sum(
+            pool.figures.idle_bytes
+            for instance in snapshot.instances
+            if not instance.silent and instance.state is not State.DEAD
+            for pool in instance.pools
+        ),
     )
 
 

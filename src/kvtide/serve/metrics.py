@@ -50,6 +50,7 @@ _DEVICE_GAUGES: Final[tuple[tuple[str, str, Callable[[DeviceStatus], int]], ...]
     ("kvtide_device_budget_bytes", "What all charges may sum to.", lambda d: d.budget_bytes),
     ("kvtide_device_charged_bytes", "What all instances answer for.", lambda d: d.charged_bytes),
     ("kvtide_device_free_bytes", "What could be granted now.", lambda d: d.free_bytes),
+    ("kvtide_device_lendable_bytes", "What idle caches would give.", lambda d: d.lendable_bytes),
     ("kvtide_device_outside_bytes", "Taken by all but KV caches.", lambda d: d.outside_bytes),
 )
 _INSTANCE_GAUGES: Final[tuple[tuple[str, str, Callable[[InstanceStatus], int | None]], ...]] = (

@@ -70,7 +70,7 @@ function showDevice(device) {
   text(section.querySelector("h2"), `${name}, ${size(device.total_bytes)}`);
   text(section.querySelector(".sum"),
     `${size(device.charged_bytes)} charged of a budget of ${size(device.budget_bytes)}; ` +
-    `${size(device.free_bytes)} could be had now; ${size(device.outside_bytes)} is taken by others than KV caches.`);
+    `${size(device.free_bytes)} could be had now, and ${size(device.lendable_bytes)} more from idle caches; ${size(device.outside_bytes)} is taken by others than KV caches.`);
   const bar = section.querySelector(".device > .bar");
   const stacked = living.flatMap((i) => parts(device, i));
   if (device.outside_bytes > 0) stacked.push(["outside", device.outside_bytes]);

@@ -58,7 +58,7 @@ def _device(device: DeviceStatus, chosen: Chosen, width: int) -> list[Text]:
     heading = (
         f"{device.name or device.device} {format_size(device.total_bytes)}: "
         f"{format_size(device.charged_bytes)} charged of {format_size(device.budget_bytes)}, "
-        f"{format_size(device.free_bytes)} free"
+        f"{format_size(device.free_bytes)} free, {format_size(device.lendable_bytes)} lendable"
     )
     instances = ordered(device.instances, chosen.sort)
     hues = {

@@ -59,6 +59,7 @@ def test_one_instance_with_a_pool(directory):
                 "charged_bytes": 8 * MIB,
                 "free_bytes": 232 * MIB,
                 "name": "host memory",
+                "lendable_bytes": 4 * MIB,
                 "outside_bytes": 0,
                 "instances": [
                     {

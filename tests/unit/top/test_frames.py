@@ -44,7 +44,12 @@ def instance(name, key, used, cached, idle, *, state="running", limit=None, **mo
 def device(*instances, uuid="host", total=256 * MIB, **more):
     charged = sum(i.charged_bytes for i in instances)
     backend = "cuda" if uuid.startswith("GPU") else "host"
-    return DeviceStatus(uuid, backend, total, 0, total, charged, total - charged, instances, **more)
+    lendable = sum(i.cached_bytes + i.idle_bytes for i in instances)
+    return DeviceStatus(
+        *(uuid, backend, total, 0, total, charged, total - charged, instances),
+        lendable_bytes=lendable,
+        **more,
+    )
 
 
 EVENTS = tuple(
