@@ -30,7 +30,9 @@ __all__ = ["World", "sequence"]
 class World:
     """One pool of SGLang's on a host device of its own, with its allocator and its tree."""
 
-    def __init__(self, directory: Path, page_size: int, pages: int, device_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, page_size: int, pages: int, device_bytes: int, ranks: int = 1
+    ) -> None:
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -79,7 +81,7 @@ class World:
         )
         self.tree = UnifiedRadixCache(parameters)
         self.slots = Slots(self.allocator, cached_by(self.tree, "full", page_size))
-        self.memory = SlotMemory(self.part, self.slots, 1, 1)
+        self.memory = SlotMemory(self.part, self.slots, 1, ranks)
         self.inserted: list[list[int]] = []
 
     def ensure(self, tokens: int) -> bool:

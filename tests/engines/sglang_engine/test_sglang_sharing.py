@@ -244,6 +244,7 @@ def test_memory_moves_both_ways_between_vllm_and_sglang(
     # Together they held more than there is: what the one had was the other's before.
     assert sum(peaks.values()) > fleet.size_bytes
     assert {i.name for i in fleet.snapshot().instances} == {"s", "v"}
+    fleet.stop()
 
 
 def test_a_starved_rank_holds_all_ranks_back_and_they_stay_in_step(
@@ -307,3 +308,4 @@ def test_prompts_that_cannot_be_backed_after_all_wait(sglang_fleet, prompts, nat
     server.drop_cache()
     assert "memory leak" not in server.log.read_text()
     assert server.healthy()
+    fleet.stop()

@@ -131,13 +131,24 @@ def test_a_growth_that_another_rank_could_not_make_is_undone(world: World) -> No
     ) == before
 
 
-def test_withheld_blocks_are_not_counted_but_conserved(world: World) -> None:
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_withheld_blocks_are_not_counted_but_conserved(tmp_path: Path, page_size: int) -> None:
+    world = World(tmp_path, page_size, 16384 // page_size, 96 * MIB, ranks=2)
     free = world.allocator.available_size()
     world.allocator.withheld = 3
     assert world.allocator.available_size() == free - 3 * world.page_size
     with Conserving():
         assert world.allocator.available_size() == world.allocator.size
-    world.allocator.withheld = 0
+    assert world.allocator.available_size() == free - 3 * world.page_size
+    world.close()
+
+
+def test_the_count_of_one_rank_is_native_and_costs_what_native_costs(world: World) -> None:
+    kind = type(world.allocator)
+    assert kind.available_size is kind.__mro__[1].available_size
+    with Conserving():
+        assert world.allocator.available_size() == world.allocator.size
+    assert kind.available_size is kind.__mro__[1].available_size
 
 
 def test_what_must_stay_for_running_requests_stays(world: World) -> None:

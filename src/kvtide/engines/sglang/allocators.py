@@ -20,19 +20,18 @@ Mask = npt.NDArray[np.bool_]
 class Conserving:
     """While this is on, allocators count slots without memory as free, as SGLang's checks do."""
 
-    on = False
-
     def __enter__(self) -> None:
-        Conserving.on = True
+        for kind in _KINDS:
+            kind.available_size = kind.conserved_size
 
     def __exit__(self, *_: object) -> None:
-        Conserving.on = False
+        for kind in _KINDS:
+            kind.available_size = kind.present_size
 
 
 def _elastic(native: Any) -> Any:
     """The elastic kind of an allocator class. Its instances can become ones of this in place."""
 
-    # Not by super(): it is called for every batch, several times.
     native_size: Callable[[Any], int] = native.available_size
 
     class Elastic(native):  # type: ignore[misc]
@@ -42,12 +41,9 @@ def _elastic(native: Any) -> Any:
         ----------
         hidden
             Blocks that are not in circulation, since they have no memory.
-        withheld
-            Free blocks that this rank has and another one does not: nobody may count with them.
         """
 
         hidden = 0
-        withheld = 0
 
         @property
         def block_slots(self) -> int:
@@ -58,12 +54,12 @@ def _elastic(native: Any) -> Any:
             """Slots in the free list."""
             return native_size(self)
 
-        def available_size(self) -> int:
-            """What can be had now; in `Conserving`, what could be had with all memory there."""
-            count = native_size(self)
-            if Conserving.on:
-                return count + self.hidden * self.block_slots
-            return count - self.withheld * self.block_slots if self.withheld else count
+        def conserved_size(self) -> int:
+            """What could be had with all memory there."""
+            return native_size(self) + self.hidden * self.block_slots
+
+        # Native's own function: it is called for every batch, several times.
+        present_size = available_size = native.available_size
 
         def clear(self) -> None:
             """Everything is free: all that is backed."""
@@ -74,10 +70,36 @@ def _elastic(native: Any) -> Any:
     return Elastic
 
 
+def _shared(elastic: Any) -> Any:
+    """The kind of an elastic allocator that several ranks have alike."""
+
+    class Shared(elastic):  # type: ignore[misc]
+        """
+        Attributes
+        ----------
+        withheld
+            Free blocks that this rank has and another one does not: nobody may count with them.
+        """
+
+        withheld = 0
+
+        def present_size(self) -> int:
+            """What can be had now, in all ranks."""
+            found: int = self.native_size() - self.withheld * self.block_slots
+            return found
+
+        available_size = present_size
+
+    Shared.__name__ = Shared.__qualname__ = f"Shared{elastic.__name__}"
+    return Shared
+
+
 _ELASTIC = {
     native: _elastic(native)
     for native in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator, MambaSlotAllocator)
 }
+_SHARED = {native: _shared(elastic) for native, elastic in _ELASTIC.items()}
+_KINDS: list[Any] = [*_ELASTIC.values(), *_SHARED.values()]
 
 
 class _Usable(Protocol):
@@ -131,7 +153,7 @@ class FreeSlots:
         return free
 
 
-def adopt(allocator: Any, usable: _Usable) -> FreeSlots:
+def adopt(allocator: Any, usable: _Usable, *, shared: bool = False) -> FreeSlots:
     """Make an allocator elastic, to whom others refer already; nothing is free afterwards.
 
     Parameters
@@ -140,8 +162,10 @@ def adopt(allocator: Any, usable: _Usable) -> FreeSlots:
         Of tokens, pages or states.
     usable
         Answers which blocks are backed, by number, shape (blocks_total,).
+    shared
+        Whether other ranks have the same allocator, and not always the same memory.
     """
-    allocator.__class__ = _ELASTIC[type(allocator)]
+    allocator.__class__ = (_SHARED if shared else _ELASTIC)[type(allocator)]
     free = FreeSlots(allocator)
     allocator.kvtide_free = free
     allocator.kvtide_usable = usable

@@ -41,15 +41,15 @@ class Slots:
         self.free: FreeBlocks[Any]
         self.blocks: Sequence[Any] = ()
 
-    def adopt(self, pool: Pool) -> None:
-        """Empty the free list; from here on it holds what the pool backs."""
+    def adopt(self, pool: Pool, *, shared: bool) -> None:
+        """Empty the free list; from here on it holds what the pool backs, in this rank or all."""
 
         def usable() -> Mask:
             mask = pool.usable_mask()
             mask[0] = False
             return mask
 
-        self._free = adopt(self.allocator, usable)
+        self._free = adopt(self.allocator, usable, shared=shared)
         # It has what elastic memory asks of free blocks; SGLang keeps them in a tensor.
         self.free = cast("FreeBlocks[Any]", self._free)
 
@@ -144,7 +144,7 @@ class SlotMemory(ElasticMemory[Any]):
         link = DirectLink(part.endpoint)
         member = Member(part.rank, 0, uuid, part.memory.account, link)
         pool = Pool([part.geometry], cap_bytes)
-        slots.adopt(pool)
+        slots.adopt(pool, shared=ranks > 1)
         super().__init__({uuid: part.seat}, Ranks([member]), pool, slots, cap_bytes)
         self.part = part
         self.slots = slots

@@ -205,6 +205,8 @@ class Tide:
 
     def _agree_on_counts(self) -> None:
         """Nobody counts with blocks that not all ranks have."""
+        if self._agreement.size == 1:
+            return
         free = [memory.free for memory in self.memories.values()]
         agreed = self._agreement.smallest(free)
         for memory, mine, smallest in zip(self.memories.values(), free, agreed, strict=True):
