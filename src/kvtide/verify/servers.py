@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ __all__ = ["Options", "Server", "ServerError", "session_pids"]
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
 _LOG_TAIL_LINES = 25
+_PORTS = range(18000, 32000)
+_PORT_TRIES = 100
 
 # One thread computes, on any core: an engine that spins on all cores starves its neighbour.
 _ENVIRON = {
@@ -291,6 +294,13 @@ def _process_name(pid: int) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now, from outside of where the kernel picks one for whoever asks."""
+    for _ in range(_PORT_TRIES):
+        port = random.choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind((_HOST, port))
+            except OSError:
+                continue
+            return port
+    raise ServerError(f"no free port was found from {_PORTS.start} to {_PORTS.stop - 1}")
