@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import NamedTuple
 
+from kvtide.errors import DeviceError
+
 __all__ = ["Holding", "holdings", "memfd_name", "used_bytes"]
+
+
+# Anything else says that a process has ended, or is another user's.
+_NOT_ASKED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Holding(NamedTuple):
@@ -25,18 +32,25 @@ def holdings(uuid: str) -> list[Holding]:
     """All memory of this host device, by process.
 
     Processes that end meanwhile are left out, and so are those that this user may not look into.
+    Raises `DeviceError` where the kernel could not be asked: what is not seen is not free.
     Every holder has its descriptor open for as long as it has the memory: `HostDevice` closes
     both together, and nothing of it survives fork or exec.
     """
     link = f"/memfd:{memfd_name(uuid)} (deleted)"
     found = []
     # os rather than pathlib all through: a quarter of the time, and this runs beside serving.
-    for name in os.listdir("/proc"):  # noqa: PTH208
+    try:
+        names = os.listdir("/proc")  # noqa: PTH208
+    except OSError as error:
+        raise _unseen(error) from error
+    for name in names:
         if not name.isdigit():
             continue
         try:
             directory = os.open(f"/proc/{name}/fd", os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
+        except OSError as error:
+            if error.errno in _NOT_ASKED:
+                raise _unseen(error) from error
             continue
         try:
             found += [
@@ -52,7 +66,9 @@ def _matching(directory: int, link: str) -> list[tuple[tuple[int, int], int]]:
     found = []
     try:
         names = os.listdir(directory)
-    except OSError:
+    except OSError as error:
+        if error.errno in _NOT_ASKED:
+            raise _unseen(error) from error
         return []
     for name in names:
         try:
@@ -62,6 +78,13 @@ def _matching(directory: int, link: str) -> list[tuple[tuple[int, int], int]]:
         except OSError:
             continue
     return found
+
+
+def _unseen(error: OSError) -> DeviceError:
+    return DeviceError(
+        f"who holds memory of the host device cannot be seen: {error.strerror}; raise the limit of "
+        "open files (ulimit -n)"
+    )
 
 
 def used_bytes(uuid: str) -> int:

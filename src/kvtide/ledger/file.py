@@ -52,24 +52,32 @@ class LedgerFile:
         self._identity = (found.st_ino, found.st_dev)
         self._fds = [lock_fd]
         self._probe_fd = lock_fd
-        self._lease_fd = open_description(path)
-        self._fds.append(self._lease_fd)
-        self.directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._fds.append(self.directory_fd)
-        map_fd = open_description(path)
         try:
-            self._check_identity()
-            if {os.fstat(fd).st_ino for fd in (map_fd, self._lease_fd)} != {found.st_ino}:
-                raise LedgerError(self._replaced())
-            self._map = mmap.mmap(map_fd, w.FILE_BYTES)
-        except BaseException:
+            self._lease_fd = open_description(path)
+            self._fds.append(self._lease_fd)
+            self.directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._fds.append(self.directory_fd)
+            self._map = self._mapped()
+        except BaseException as error:
             self._close_descriptors()
+            if isinstance(error, OSError):
+                raise LedgerError(
+                    f"the ledger {path} cannot be mapped: {error.strerror}"
+                ) from error
             raise
-        finally:
-            os.close(map_fd)
         self.raw = memoryview(self._map)
         self.words = self.raw.cast("q")
         _open_files.add(self)
+
+    def _mapped(self) -> mmap.mmap:
+        map_fd = open_description(self.path)
+        try:
+            self._check_identity()
+            if {os.fstat(fd).st_ino for fd in (map_fd, self._lease_fd)} != {self._identity[0]}:
+                raise LedgerError(self._replaced())
+            return mmap.mmap(map_fd, w.FILE_BYTES)
+        finally:
+            os.close(map_fd)
 
     @classmethod
     def create(cls, path: Path, spec: DeviceSpec) -> LedgerFile:

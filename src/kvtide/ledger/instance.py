@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtide.errors import LedgerError
 from kvtide.ledger import layout as w
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvtide.ledger.ledger import Ledger
 
 __all__ = ["Instance"]
+
+_MAX_BYTES: Final = (1 << 62) - 1
 
 
 class Instance:
@@ -91,7 +93,7 @@ class Instance:
         ValueError
             A size is negative or no 64-bit number.
         """
-        if not 0 <= least_bytes <= size_bytes < 1 << 62:
+        if not 0 <= least_bytes <= size_bytes <= _MAX_BYTES:
             raise ValueError(f"cannot wish for {size_bytes} bytes, {least_bytes} at least")
         words, at = self._own_words(), self._at
         if size_bytes == 0:
@@ -133,11 +135,13 @@ class Instance:
         ValueError
             The size is negative or no 64-bit number.
         """
-        if not 0 <= size_bytes < 1 << 62:
+        if not 0 <= size_bytes <= _MAX_BYTES:
             raise ValueError(f"cannot reserve {size_bytes} bytes")
         self._own_words()
         with self._file.change() as words:
             at = self._at
+            if words[at + w.I_RESERVED] + size_bytes > _MAX_BYTES:
+                raise ValueError(f"cannot reserve {size_bytes} bytes more")
             if words[at + w.I_RESERVED] == 0:
                 words[at + w.I_RESERVED_NS] = time.monotonic_ns()
             # The budget first: dying in between leaves it too low, which the next sample mends.
@@ -146,17 +150,33 @@ class Instance:
         self.call_holders()
 
     def loaded(self, size_bytes: int) -> None:
-        """So much more of what was reserved is taken by now; say so after it is taken."""
+        """So much more of what was reserved is taken by now; say so after it is taken.
+
+        Raises
+        ------
+        ValueError
+            The size is negative or no 64-bit number.
+        """
+        if not 0 <= size_bytes <= _MAX_BYTES:
+            raise ValueError(f"cannot have loaded {size_bytes} bytes")
         self._own_words()
         with self._file.change() as words:
-            words[self._at + w.I_LOADED] += size_bytes
+            loaded_bytes = words[self._at + w.I_LOADED] + size_bytes
+            words[self._at + w.I_LOADED] = min(loaded_bytes, _MAX_BYTES)
 
     def measured(self, non_kv_bytes: int, source: str) -> None:
         """All is loaded: what the instance holds beside its pools; the reservation is over.
 
         `source` is one of `records.NON_KV_SOURCES`. What was reserved beyond it is to be had as
         soon as somebody samples.
+
+        Raises
+        ------
+        ValueError
+            The size is negative or no 64-bit number.
         """
+        if not 0 <= non_kv_bytes <= _MAX_BYTES:
+            raise ValueError(f"cannot hold {non_kv_bytes} bytes")
         self._own_words()
         with self._file.change() as words:
             at = self._at

@@ -40,7 +40,11 @@ class Ledger:
         """Use `open` or `attach`."""
         self.file = file
         self.spec = spec_of(file.raw)
-        self.bell = Bell(file.directory_fd, file.path.stem)
+        try:
+            self.bell = Bell(file.directory_fd, file.path.stem)
+        except LedgerError:
+            file.close()
+            raise
         self.owing: set[Account] = set()
         self._held: list[Account] = []
 

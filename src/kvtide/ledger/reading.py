@@ -184,7 +184,11 @@ class Observer:
         if why is not None:
             os.close(self._fd)
             raise LedgerError(f"the ledger {path} cannot be read: {why}")
-        self._map = mmap.mmap(self._fd, w.FILE_BYTES, prot=mmap.PROT_READ)
+        try:
+            self._map = mmap.mmap(self._fd, w.FILE_BYTES, prot=mmap.PROT_READ)
+        except OSError as error:
+            os.close(self._fd)
+            raise LedgerError(f"the ledger {path} cannot be mapped: {error.strerror}") from error
         self._raw = memoryview(self._map)
         self._words = self._raw.cast("q")
         self.path = path

@@ -16,6 +16,8 @@ from kvtide.errors import LedgerError
 __all__ = ["Bell", "Waker"]
 
 _NAME: Final = re.compile(r"(.+)\.(\d+)\.([0-9a-f]+)\.wake")
+# Nobody listens, or has wake-ups enough, or looks again by itself in a moment.
+_PASSED: Final = (errno.ENOENT, errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.EACCES)
 _wakers: weakref.WeakSet[Waker] = weakref.WeakSet()
 
 
@@ -26,6 +28,10 @@ def _name(stem: str, slot: int, generation: int) -> str:
 def _address(directory_fd: int, name: str) -> str:
     # The directory's own path may be longer than a socket's address can be (107 bytes).
     return f"/proc/self/fd/{directory_fd}/{name}"
+
+
+def _datagrams(flags: int) -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | flags)
 
 
 class Waker:
@@ -44,9 +50,16 @@ class Waker:
             The socket cannot be made.
         """
         name = _name(stem, slot, generation)
-        self._directory_fd = os.dup(directory_fd)
         self._name = name
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            self._socket = _datagrams(0)
+        except OSError as error:
+            raise LedgerError(f"no wake-up socket {name}: {error.strerror}") from error
+        try:
+            self._directory_fd = os.dup(directory_fd)
+        except OSError as error:
+            self._socket.close()
+            raise LedgerError(f"no wake-up socket {name}: {error.strerror}") from error
         try:
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=directory_fd)
@@ -95,9 +108,11 @@ class Bell:
     def __init__(self, directory_fd: int, stem: str) -> None:
         self._directory_fd = directory_fd
         self._stem = stem
-        self._socket = socket.socket(
-            socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-        )
+        """Raises `LedgerError` where no socket can be had."""
+        try:
+            self._socket = _datagrams(socket.SOCK_NONBLOCK)
+        except OSError as error:
+            raise LedgerError(f"no socket to wake others: {error.strerror}") from error
 
     def ring(self, instances: Iterable[tuple[int, int]]) -> None:
         """Wake instances by slot and generation, in this order; who does not listen is passed."""
@@ -108,18 +123,22 @@ class Bell:
             except OSError as error:
                 if error.errno == errno.ECONNREFUSED:  # bound once, by a process that has died
                     self.sweep([(slot, generation)])
-                elif error.errno not in (errno.ENOENT, errno.EAGAIN, errno.ENOBUFS):
+                elif error.errno not in _PASSED:
                     raise
 
     def sweep(self, gone: Iterable[tuple[int, int]]) -> None:
         """Remove the sockets of instances that are gone."""
         for slot, generation in gone:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # whoever looks next removes it
                 os.unlink(_name(self._stem, slot, generation), dir_fd=self._directory_fd)
 
     def sweep_all_but(self, live: set[tuple[int, int]]) -> None:
         """Remove every socket of this ledger that no live instance has."""
-        for name in os.listdir(self._directory_fd):  # noqa: PTH208 - the directory may move
+        try:
+            names = os.listdir(self._directory_fd)  # noqa: PTH208 - the directory may move
+        except OSError:
+            return  # no descriptor left: the next one who registers sweeps
+        for name in names:
             match = _NAME.fullmatch(name)
             if match and match[1] == self._stem:
                 instance = int(match[2]), int(match[3], 16)

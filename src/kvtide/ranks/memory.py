@@ -69,7 +69,7 @@ class RankMemory:
                 answers += self._take_back(order)
             else:
                 assert isinstance(order, Sample)
-                self.account.sample()
+                self._sample()
                 answers.append(Answer(order.sequence, True))
         return answers
 
@@ -108,8 +108,15 @@ class RankMemory:
             done = False
         if not done:
             # A grant that the device does not honour: somebody else has the memory.
-            self.account.sample()
+            self._sample()
         return self._answer(order.sequence, stuck_before, done=done)
+
+    def _sample(self) -> None:
+        """Measure; what cannot be measured now is measured when somebody asks again."""
+        try:
+            self.account.sample()
+        except DeviceError as error:
+            _log.warning("the free memory of the device is unknown: %s", error)
 
     def _shrink(self, order: Shrink) -> Answer:
         stuck_before = self.arena.quarantined_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -12,6 +13,7 @@ __all__ = ["MAX_MESSAGE_BYTES", "RankSocket", "SchedulerSocket"]
 
 MAX_MESSAGE_BYTES = 1 << 16
 _UCRED = struct.Struct("3i")
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 def _peer_uid(connection: socket.socket) -> int:
@@ -20,13 +22,22 @@ def _peer_uid(connection: socket.socket) -> int:
     return uid
 
 
+def _packets() -> socket.socket:
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise KvtideError(
+            f"no socket between a rank and its scheduler: {error.strerror}"
+        ) from error
+
+
 class RankSocket:
     """The rank's end: listens, takes one peer of its own user, and sends without waiting."""
 
     def __init__(self) -> None:
         # Abstract: it is gone with the process, however that ends, and leaves no file.
         self.address = f"kvtide-rank-{os.getpid()}-{os.urandom(6).hex()}"
-        self._listener: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener: socket.socket | None = _packets()
         self._peer: socket.socket | None = None
         self._listener.bind("\0" + self.address)
         self._listener.listen(1)
@@ -48,7 +59,12 @@ class RankSocket:
         while self._listener is not None:
             try:
                 peer, _ = self._listener.accept()
-            except BlockingIOError:
+            except (BlockingIOError, ConnectionError):
+                return False
+            except OSError as error:
+                if error.errno not in _NONE_LEFT:
+                    raise
+                # It stays in the queue, and is taken when there are descriptors again.
                 return False
             if _peer_uid(peer) != os.getuid():
                 peer.close()
@@ -70,7 +86,7 @@ class SchedulerSocket:
     """The scheduler's end: connects once, and takes what has come without waiting."""
 
     def __init__(self, address: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = _packets()
         try:
             self._socket.connect("\0" + address)
         except OSError as error:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvtide.errors import LedgerError
+from kvtide.errors import KvtideError, LedgerError
 from kvtide.ledger import Ledger, Waker
 
 __all__ = ["Watch"]
@@ -39,7 +39,12 @@ class Watch:
         self._ledgers = list(ledgers)
         self._searching = False
         self._wake_engine = wake_engine
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            for waker in self._wakers:
+                waker.close()
+            raise KvtideError(f"no eventfd for the watch: {error.strerror}") from error
         self._alarm_at: float | None = None
         self._closed = False
         # Set by the thread, cleared by the scheduler: something wants to be looked at.
