@@ -11,6 +11,7 @@ __all__ = [
     "KvtideError",
     "LedgerBusyError",
     "LedgerError",
+    "MessageError",
     "NameTakenError",
     "NeverFitsError",
     "RankLostError",
@@ -59,6 +60,10 @@ class StaleRevisionError(LedgerError):
 
 class NeverFitsError(KvtideError):
     """No state of the ledger could meet this need; names who holds what and what would work."""
+
+
+class MessageError(KvtideError):
+    """A message between the processes of one engine that cannot be understood."""
 
 
 class RankLostError(KvtideError):

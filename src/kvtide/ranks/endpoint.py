@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 # Between two looks without a wake-up, while the start waits for memory.
 _PROBE_SECONDS = 0.25
 
+_ANSWERS_AT_ONCE = 64
+
 # Ranks that live in this process, for a scheduler that does too.
 _here: dict[str, Endpoint] = {}
 
@@ -224,12 +226,12 @@ class Endpoint:
         self.carry_out(() if given is None else decode_orders(given))
         if not runs:
             self._answers += self.memory.settle()
-        if (
-            self._answers
-            and not self._direct
-            and self._socket.send(encode(Answers(self._rank, tuple(self._answers))))
-        ):
-            self._answers = []
+        # In parts, none larger than a message can be.
+        while self._answers and not self._direct:
+            part = tuple(self._answers[:_ANSWERS_AT_ONCE])
+            if not self._socket.send(encode(Answers(self._rank, part))):
+                return
+            del self._answers[: len(part)]
 
     def describe(self) -> bytes:
         """What the scheduler must know, encoded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvtide.errors import MessageError
 from kvtide.ranks.endpoint import Endpoint
 from kvtide.ranks.messages import Answer, Order, decode_answers
 from kvtide.ranks.sockets import SchedulerSocket
@@ -88,7 +89,8 @@ class SocketLink:
         answers: list[Answer] = []
         for message in self._socket.receive():
             datagram = decode_answers(message)
-            assert datagram.rank == self.rank
+            if datagram.rank != self.rank:
+                raise MessageError(f"rank {datagram.rank} answers in place of rank {self.rank}")
             answers += datagram.answers
         return answers
 

@@ -101,6 +101,9 @@ class RankMemory:
 
     def _grow(self, order: Grow) -> Answer:
         stuck_before = self.arena.quarantined_bytes
+        if not self._is_granted(order):
+            _log.warning("an order to map what was never granted is not carried out: %s", order)
+            return Answer(order.sequence, False)
         try:
             done = self.arena.grow([Span(*place) for place in order.extents])
         except DeviceError as error:
@@ -110,6 +113,12 @@ class RankMemory:
             # A grant that the device does not honour: somebody else has the memory.
             self._sample()
         return self._answer(order.sequence, stuck_before, done=done)
+
+    def _is_granted(self, order: Grow) -> bool:
+        """Nothing is taken by a peer's word alone: the ledger has to know of it."""
+        held_bytes = self.arena.mapped_bytes + self.arena.quarantined_bytes
+        wanted_bytes = sum(size for _, size in order.extents)
+        return held_bytes + wanted_bytes <= self.account.charge_bytes
 
     def _sample(self) -> None:
         """Measure; what cannot be measured now is measured when somebody asks again."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated, TypeVar
+
 import msgspec
+
+from kvtide.errors import MessageError
 
 __all__ = [
     "Answer",
@@ -20,10 +24,12 @@ __all__ = [
     "encode",
 ]
 
+# What a size or an offset in bytes can be; a message with another one is none.
+Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 # (offset, size) in bytes, relative to the arena.
-Place = tuple[int, int]
+Place = tuple[Bytes, Bytes]
 # An extent, what is kept of it, and the granules that carry it over (none: it needs no carrying).
-Parting = tuple[Place, tuple[Place, ...], tuple[int, ...]]
+Parting = tuple[Place, tuple[Place, ...], tuple[Bytes, ...]]
 
 
 class Grow(msgspec.Struct, frozen=True, array_like=True, tag="g"):
@@ -73,8 +79,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     sequence: int
     done: bool
-    kept: tuple[int, ...] = ()
-    stuck_bytes: int = 0
+    kept: tuple[Bytes, ...] = ()
+    stuck_bytes: Bytes = 0
     blocked: tuple[Place, ...] = ()
 
 
@@ -129,6 +135,29 @@ _answers = msgspec.msgpack.Decoder(Answers)
 _description = msgspec.msgpack.Decoder(Description)
 
 encode = _encoder.encode
-decode_orders = _orders.decode
-decode_answers = _answers.decode
-decode_description = _description.decode
+T = TypeVar("T")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], message: bytes, what: str) -> T:
+    try:
+        return decoder.decode(message)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MessageError(
+            f"{what}, {len(message)} bytes, cannot be understood ({error}): all processes of an "
+            "engine must have the same kvtide"
+        ) from error
+
+
+def decode_orders(message: bytes) -> tuple[Order, ...]:
+    """The orders of a step. Raises `MessageError`."""
+    return _decode(_orders, message, "the orders of a step")
+
+
+def decode_answers(message: bytes) -> Answers:
+    """A rank's answers. Raises `MessageError`."""
+    return _decode(_answers, message, "the answers of a rank")
+
+
+def decode_description(message: bytes) -> Description:
+    """What a rank tells of itself. Raises `MessageError`."""
+    return _decode(_description, message, "the description of a rank")

@@ -12,6 +12,7 @@ from kvtide.errors import KvtideError
 __all__ = ["MAX_MESSAGE_BYTES", "RankSocket", "SchedulerSocket"]
 
 MAX_MESSAGE_BYTES = 1 << 16
+_REACHED_S = 60.0
 _UCRED = struct.Struct("3i")
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
@@ -40,7 +41,8 @@ class RankSocket:
         self._listener: socket.socket | None = _packets()
         self._peer: socket.socket | None = None
         self._listener.bind("\0" + self.address)
-        self._listener.listen(1)
+        # Anybody may knock, and is sent away; one who is meant must not find the door blocked.
+        self._listener.listen(64)
         self._listener.setblocking(False)
 
     def send(self, message: bytes) -> bool:
@@ -87,6 +89,7 @@ class SchedulerSocket:
 
     def __init__(self, address: str) -> None:
         self._socket = _packets()
+        self._socket.settimeout(_REACHED_S)
         try:
             self._socket.connect("\0" + address)
         except OSError as error:
