@@ -22,7 +22,7 @@ WEB := .venvs/web
 PYTEST := -p no:cacheprovider --timeout 120
 SGLANG_PYTEST = SGLANG_USE_CPU_ENGINE=1 KV_VLLM_PYTHON=$(CURDIR)/$(ENGINE)/bin/python \
 	$(OTHER)/bin/python -m pytest $(PYTEST) -W default --timeout 900
-SGLANG_CORE := $(addprefix tests/engines/sglang_engine/test_,slots.py retraction.py own.py \
+SGLANG_CORE := $(addprefix tests/engines/sglang_engine/test_,slots.py retraction.py own.py pools.py \
 	sglang_refusals.py sglang_tokens.py sglang_sharing.py)
 SGLANG_REST := gemma3 or refused_by_name or killed or starved or cannot_be_backed
 VERIFY_CORE := 'model/llama/*' 'elastic/*-wide' 'limit/*' 'order/*'

@@ -100,8 +100,8 @@ def is_full(pair: Pair) -> bool:
 
 def full_load(pair: Pair) -> tuple[Future, list[list[int]]]:
     """`b` is asked for more than there is, and holds all of it."""
-    prompts = prompts_of(53, 30, 300, 400)
-    job = asking(pair.b, prompts, 300)
+    prompts = prompts_of(53, 20, 300, 400)
+    job = asking(pair.b, prompts, 160)
     pair.a.drop_cache()
     until(lambda: is_full(pair), WAIT_SECONDS, "b is full")
     return job, prompts
@@ -125,7 +125,7 @@ def test_running_requests_of_a_neighbour_make_room(pair: Pair, terms: str) -> No
             assert tokens_of(pair.a.ask([prompt], 32)) == alone
     assert_within_budget(sampler.samples)
     served = tokens_of(job.result())
-    assert served == tokens_of(pair.b.ask(prompts, 300))
+    assert served == tokens_of(pair.b.ask(prompts, 160))
 
 
 def test_limits_lowered_and_raised_under_load(pair: Pair) -> None:

@@ -37,7 +37,6 @@ class Case(NamedTuple):
 CASES = {
     "llama": Case("llama-wide", 96 * MIB, requests=24),
     "llama-page16": Case("llama-wide", 96 * MIB, ("--page-size", "16"), requests=24),
-    "fp8": Case("llama-wide", 32 * MIB, ("--kv-cache-dtype", "fp8_e5m2"), requests=24),
     "mla": Case("deepseek-dense", 32 * MIB, requests=12),
     "gemma3": Case("gemma3", 32 * MIB, requests=40),
     "windows": Case("cohere2", 48 * MIB, ("--swa-full-tokens-ratio", "0.5"), requests=40),

@@ -13,12 +13,12 @@ from kvtide.units import MIB
 
 
 def test_decoding_needs_the_steps_in_flight_and_two():
-    assert Load([100, 7], 0, []).need(1, None, 0) == (6, 0, 0)
+    assert Load([100, 7], 0, []).need(1, None, 0) == (6, 0, 0, 0)
 
 
 def test_a_page_is_needed_only_where_one_begins():
     # 16 is full: one more; 17 has 15 slots left in its page: none.
-    assert Load([16, 17, 30], 0, []).need(16, None, 0) == (2, 0, 0)
+    assert Load([16, 17, 30], 0, []).need(16, None, 0) == (2, 0, 0, 0)
 
 
 def test_a_waiting_prompt_needs_its_pages_and_the_one_that_sglang_sets_aside():
@@ -38,7 +38,10 @@ def test_a_window_needs_no_more_than_sglang_counts_for_it():
 
 
 def test_states_are_counted_by_request():
-    assert Load([5, 5], 10, [(3, 3)]).need(1, None, 3).states == 12
+    need = Load([5, 5], 10, [(3, 3)]).need(1, None, 3)
+    assert need.states == 12
+    # The one that waits has none yet: free ones are wanted for it before the cache gives up any.
+    assert need.fresh_states == 3
 
 
 def request(prompt: int, made: int, held: int, **more) -> SimpleNamespace:

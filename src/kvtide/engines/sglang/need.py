@@ -16,11 +16,22 @@ _EXTRA_BUFFER_STATES = 2
 
 
 class Need(NamedTuple):
-    """Blocks of each kind beyond which nothing more could be used in the coming steps."""
+    """Blocks of each kind beyond which nothing more could be used in the coming steps.
+
+    Attributes
+    ----------
+    full, window
+        Free ones.
+    states
+        Of all requests, those that they hold already among them.
+    fresh_states
+        Free ones, for requests that have none yet.
+    """
 
     full: int
     window: int
     states: int
+    fresh_states: int = 0
 
 
 class Load(NamedTuple):
@@ -75,7 +86,7 @@ class Load(NamedTuple):
             if self.chunk:
                 in_window += -(-min(self.chunk, self.step) // page_size) + 2
         requests = len(self.running) + len(self.waiting) + (self.chunk > 0)
-        return Need(full, in_window, states * requests)
+        return Need(full, in_window, states * requests, states * len(self.waiting))
 
 
 def read_load(scheduler: Any, running_batch: Any) -> Load:

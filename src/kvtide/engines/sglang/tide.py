@@ -168,14 +168,19 @@ class Tide:
 
     def _missing(self, need: Need) -> dict[str, int]:
         """Blocks of each kind that are needed, not free, and might be had."""
+        free = {"full": need.full, "swa": need.window, "mamba": need.fresh_states}
         missing = {}
         for kind, memory in self.memories.items():
+            lacking = free[kind] - memory.free
             if kind == "mamba":
-                lacking = need.states - (memory.pool.usable_count - 1)
-            else:
-                lacking = (need.full if kind == "full" else need.window) - memory.free
+                lacking = max(lacking, self._missing_states(need))
             missing[kind] = min(max(0, lacking), memory.hidden)
         return missing
+
+    def _missing_states(self, need: Need) -> int:
+        """States without which not all can run, whatever the cache gives up."""
+        memory = self.memories["mamba"]
+        return min(need.states - (memory.pool.usable_count - 1), memory.hidden)
 
     def _yield(self) -> bool:
         """Give what others wish for; whether to look again."""
@@ -216,11 +221,13 @@ class Tide:
         """Wish for what is needed beyond what this engine has idle itself, as long as it is."""
         if not self._speaks:
             return
-        size_bytes = 0
+        size_bytes, all_missing = 0, self._missing(need)
         for kind, memory in self.memories.items():
-            missing = self._missing(need)[kind]
-            # Where nothing can run, the cache is of no use to it: it may be what it would match.
-            if kind != "mamba" and not self._stuck:
+            missing = all_missing[kind]
+            if kind == "mamba":
+                missing = self._missing_states(need)
+            elif not self._stuck:
+                # Where nothing can run, the cache is of no use: it may be what would be matched.
                 missing -= memory.circulation.cached_count
             if missing > 0:
                 size_bytes += memory.bytes_for(missing) * self._sharers
