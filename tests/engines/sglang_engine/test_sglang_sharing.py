@@ -299,7 +299,8 @@ def test_prompts_that_cannot_be_backed_after_all_wait(sglang_fleet, prompts, nat
     # The number that was given wins, though it is more than the device may ever hold.
     assert capacity_of(server) == 9000
     log = server.log.read_text()
-    assert log.count("prompts wait, there is no memory for them") >= 9
+    # Said once of those in a row.
+    assert 5 <= log.count("prompts wait, there is no memory for them") <= 10
     # Found in the cache as if nothing had happened, and no slot is lost.
     for _ in range(2):
         again = server.ask(prompts[:4], TOKENS)

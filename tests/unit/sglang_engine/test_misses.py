@@ -185,6 +185,20 @@ def test_it_comes_through_when_memory_has_come():
     assert scheduler.tree_cache.locks == {"node of a": 1}
 
 
+def test_it_is_said_once_until_some_came_through(caplog, monkeypatch):
+    monkeypatch.setattr(misses, "_told", False)
+    caplog.set_level("INFO", "sglang.kvtide")
+    scheduler, running = Scheduler([request("a")]), Running(0)
+    for _ in range(3):
+        choose(scheduler, running)
+    assert len(caplog.records) == 1
+    scheduler.fails = None
+    choose(scheduler, running)
+    scheduler.fails, scheduler.waiting_queue = MISS, [request("b")]
+    choose(scheduler, running)
+    assert len(caplog.records) == 2
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [

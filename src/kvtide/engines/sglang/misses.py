@@ -19,6 +19,10 @@ _MISSES = ("ut of memory. Try to lower your batch size", "alloc_req_slots runs o
 _STATE_MISS = "Not enough space for mamba cache"
 
 
+# Whether it was said that prompts wait, since the last that did not.
+_told = False
+
+
 class _MissError(Exception):
     """A batch of prompts was chosen that the pools cannot back."""
 
@@ -80,13 +84,20 @@ def choose_prompts(
     )
     middle = {id(r): r.inflight_middle_chunks for r in waiting}
     nodes = {id(r): r.last_node for r in waiting}
+    global _told
     try:
-        return choose(scheduler, *args, **kwargs)
+        batch, running = choose(scheduler, *args, **kwargs)
     except _MissError as miss:
         _put_back(scheduler, waiting, kept, middle, nodes)
         running.batch_is_full = not running.is_empty()
-        _log.info("kvtide: prompts wait, there is no memory for them: %s", _first_line(miss))
+        if not _told:
+            # Once: a prompt that is taken up in part is tried again in every round.
+            _log.info("kvtide: prompts wait, there is no memory for them: %s", _first_line(miss))
+            _told = True
         return None, running
+    if batch is not None:
+        _told = False
+    return batch, running
 
 
 def _first_line(miss: _MissError) -> str:
