@@ -25,8 +25,10 @@ _ERRORS = re.compile(
     r"Traceback \(most recent call last\)|\bERROR\b|\bCRITICAL\b|[Ss]egmentation fault|core dumped"
     r"|CUDA error|[Oo]ut of memory|leaked |Exception ignored|AssertionError"
 )
-# What an engine says of itself at its end, natively too.
-_HARMLESS = re.compile(r"resource_tracker: There appear to be \d+ leaked")
+# What an engine says of itself at its end, natively too: multiprocessing's, and triton's bindings.
+_HARMLESS = re.compile(
+    r"resource_tracker: There appear to be \d+ leaked|^nanobind: leaked \d+|^ - leaked \w+ "
+)
 _SHOWN = 5
 
 
