@@ -293,8 +293,20 @@ def test_prompts_that_cannot_be_backed_after_all_wait(sglang_fleet, prompts, nat
         "f",
         *("--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"),
         *("--max-total-tokens", "9000"),
-        environ={"FAULT_PROMPTS": ",".join(str(n) for n in (2, 3, 5, 8, 9, 10, 14, 20, 27, 28))},
+        environ={
+            "FAULT_PROMPTS": ",".join(str(40 + n) for n in (2, 3, 5, 8, 9, 10, 14, 20, 27, 28)),
+            "FAULT_LATER": "6",
+        },
     ).wait_ready(READY_SECONDS)
+    # Alone and taken up in part, it goes back to the queue and comes again by itself.
+    (long,) = prompts_of(23, 1, 900, 900)
+    (first,) = server.ask([long], 16)
+    assert "taken up in part waits" in server.log.read_text()
+    server.drop_cache()
+    (again,) = server.ask([long], 16)
+    assert tokens_of([first]) == tokens_of([again])
+    assert first.cached_tokens == again.cached_tokens == 0
+    server.drop_cache()
     assert tokens_of(server.ask(prompts, TOKENS)) == native
     # The number that was given wins, though it is more than the device may ever hold.
     assert capacity_of(server) == 9000

@@ -16,14 +16,18 @@ def register() -> None:
     hook = HookRegistry.register
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     if "FAULT_PROMPTS" in os.environ:
+        # By the number of the call; and the first so many of a prompt that is taken up in part.
         misses = {int(n) for n in os.environ["FAULT_PROMPTS"].split(",")}
+        later = int(os.environ.get("FAULT_LATER", "0"))
         calls = 0
 
         def alloc(original: Any, batch: Any) -> Any:
             # Within kvtide's own hook: this one is registered before it.
-            nonlocal calls
+            nonlocal calls, later
             calls += 1
-            if calls in misses:
+            in_part = later > 0 and any(r.kv.holds_kv for r in batch.reqs)
+            later -= in_part
+            if in_part or calls in misses:
                 raise RuntimeError("Out of memory. Try to lower your batch size.\ninjected")
             return original(batch)
 
