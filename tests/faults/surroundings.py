@@ -58,13 +58,17 @@ class Child:
                 os._exit(status)
         os.close(write)
         self._status: int | None = None
+        self._stopped = False
 
     def waits_for_signal(self) -> bool:
         """Wait until it ends or is stopped; whether it is stopped."""
+        if self._status is not None or self._stopped:
+            return self._stopped
         deadline = time.monotonic() + PATIENCE_S
         while True:
             pid, status = os.waitpid(self.pid, os.WUNTRACED | os.WNOHANG)
             if pid and os.WIFSTOPPED(status):
+                self._stopped = True
                 return True
             if pid:
                 self._status = os.waitstatus_to_exitcode(status)
@@ -73,6 +77,7 @@ class Child:
             time.sleep(0.0005)
 
     def send(self, number: signal.Signals) -> None:
+        self._stopped = False
         os.kill(self.pid, number)
 
     def end(self) -> int:

@@ -11,6 +11,7 @@ from typing import Final
 from kvtide.errors import LedgerError
 from kvtide.ledger import layout as w
 from kvtide.ledger.damage import damage
+from kvtide.ledger.directory import file_mode, is_shared
 from kvtide.ledger.lease import is_leased
 from kvtide.ledger.records import DeviceSpec
 from kvtide.units import format_size
@@ -45,9 +46,15 @@ def open_description(path: Path, *, create: bool = False, write: bool = True) ->
         hint = "; it is a symbolic link" if path.is_symlink() else ""
         raise LedgerError(f"the ledger {path} cannot be opened: {error.strerror}{hint}") from error
     found = os.fstat(fd)
+    directory = path.parent.stat()
     what = None
     if not stat.S_ISREG(found.st_mode):
         what = "is not a plain file; remove it"
+    elif is_shared(directory):
+        if found.st_uid == os.geteuid() and create:
+            os.fchmod(fd, file_mode(directory))
+        elif found.st_gid != directory.st_gid or found.st_mode & 0o007:
+            what = f"is not for group {directory.st_gid} alone, as its directory is; remove it"
     elif found.st_uid != os.geteuid():
         what = f"belongs to user {found.st_uid}, and you are {os.geteuid()}; remove it"
     if what is not None:

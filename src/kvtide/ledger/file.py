@@ -14,7 +14,7 @@ from kvtide.errors import LedgerBusyError, LedgerError
 from kvtide.ledger import layout as w
 from kvtide.ledger.creation import open_description, settle, why_unusable
 from kvtide.ledger.damage import damage, is_out_of_bounds
-from kvtide.ledger.directory import check_directory, prepare_directory
+from kvtide.ledger.directory import check_directory, is_shared, prepare_directory
 from kvtide.ledger.lease import drop_lease, is_leased, take_lease
 from kvtide.ledger.lock import ChangeLock
 from kvtide.ledger.records import DeviceSpec
@@ -91,6 +91,11 @@ class LedgerFile:
             It stayed locked for 5 s.
         """
         prepare_directory(path.parent)
+        if spec.backend == "host" and is_shared(path.parent.stat()):
+            raise LedgerError(
+                f"the host device cannot be shared by a group, as {path.parent} is: what another "
+                "user's processes hold cannot be seen. Set KVTIDE_DIR to a directory of your own"
+            )
         return cls._open(path, spec)
 
     @classmethod

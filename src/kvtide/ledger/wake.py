@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvtide.errors import LedgerError
+from kvtide.ledger.directory import file_mode
 
 __all__ = ["Bell", "Waker"]
 
@@ -64,6 +65,7 @@ class Waker:
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=directory_fd)
             self._socket.bind(_address(directory_fd, name))
+            os.chmod(name, file_mode(os.fstat(directory_fd)), dir_fd=directory_fd)
         except OSError as error:
             self._let_go()
             raise LedgerError(f"no wake-up socket {name}: {error.strerror}") from error

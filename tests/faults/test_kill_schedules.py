@@ -1,0 +1,235 @@
+"""Killed, stopped or interrupted between any two protocol steps: nothing is lost or used twice.
+
+`KVTIDE_INTERNAL_SEED` repeats a random schedule, `KVTIDE_INTERNAL_SCHEDULES` runs more of them.
+"""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from points import Point, Points
+from protocol_world import GRANULE, World, long_script, scripts
+from surroundings import Child, in_child
+
+from kvtide.errors import KvtideError, LedgerBusyError
+from kvtide.ledger import Granted, Refusal
+from kvtide.ledger.lock import PATIENCE_S
+
+SCHEDULES = int(os.environ.get("KVTIDE_INTERNAL_SCHEDULES", "1200"))
+MOVES = 8
+STEPS = (
+    *("register", "enroll", "grant", "refused", "refund", "sample", "retire", "grow", "shrink"),
+    *("split", "reservation", "terms", "wish", "publish", "close", "engine"),
+)
+
+
+@pytest.fixture
+def world(tmp_path) -> Iterator[World]:
+    world = World(tmp_path / "kv")
+    yield world
+    world.close()
+
+
+def passages(prepare: Callable[[], Callable[[], object]]) -> list[Point]:
+    """The points that a script passes, in order; it ends undisturbed."""
+
+    def record() -> list[Point]:
+        body, points = prepare(), Points()
+        points.run(body)
+        return points.passed
+
+    return in_child(record)
+
+
+# What other steps of this run have covered: they share the lock, the sample, the retirement.
+_covered: set[tuple[str, Point]] = set()
+
+
+def chosen(passed: list[Point], act: str) -> list[int]:
+    """A passage of every point, the last one, that this act was not tried at in this run."""
+    last = {point: n for n, point in enumerate(passed) if (act, point) not in _covered}
+    _covered.update((act, point) for point in last)
+    return sorted(last.values())
+
+
+def acted(prepare, act, at: int) -> Child:
+    def play() -> None:
+        body, points = prepare(), Points(act, at)
+        points.run(body)
+
+    return Child(play)
+
+
+QUICK = ("grant", "refund", "register")
+
+
+@pytest.mark.parametrize(
+    "step", [s if s in QUICK else pytest.param(s, marks=pytest.mark.long) for s in STEPS]
+)
+def test_killed_at_every_point_of_a_step_all_comes_back(world, step):
+    prepare = scripts(world)[step]
+    passed = passages(prepare)
+    world.settle()
+    kills = chosen(passed, "kill")
+    for at in kills:
+        child = acted(prepare, "kill", at)
+        status = child.end()
+        try:
+            assert status == -signal.SIGKILL
+            world.settle()
+        except AssertionError as error:
+            raise AssertionError(f"killed in {step} at {passed[at].name}") from error
+    world.reuse()
+    print(f"{step}: {len(kills)} kills, of {len(set(passed))} points")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", STEPS)
+def test_interrupted_at_every_point_of_a_step_the_lock_is_free_and_all_comes_back(world, step):
+    """SIGTERM with a handler that raises, in a grant or anywhere: the process ends by its will."""
+    prepare = scripts(world)[step]
+    passed = passages(prepare)
+    for at in chosen(passed, "interrupt"):
+        status = acted(prepare, "interrupt", at).end()
+        try:
+            assert status == 1, "it ended by the exception that it was interrupted with"
+            # Not once was the lock left locked, or a change half made.
+            assert isinstance(world.account.grant(0), Granted)
+            world.settle()
+        except AssertionError as error:
+            raise AssertionError(f"interrupted in {step} at {passed[at].name}") from error
+    world.reuse()
+
+
+def test_every_protocol_step_has_fault_points_before_each_of_its_stores(world):
+    """The points lie where it matters: before every store into the ledger and every driver call."""
+    seen = {point.name for step in STEPS for point in passages(scripts(world)[step])}
+    for needed in (
+        "words[self._charge] += asked_bytes",
+        "words[self._charge] = charge_bytes - size_bytes",
+        "words[w.H_BUDGET] -= words[at + w.P_CHARGE]",
+        "words[at + w.P_GENERATION] += 1",
+        "words[at + w.P_CHARGE] = 0",
+        "words[at + w.I_GENERATION] += 1",
+        "words[w.H_TICKET_DRAWN] = number",
+        "words[w.H_TICKET_PUBLISHED] = ticket.number",
+        "words[w.H_BUDGET] = budget_bytes",
+        "words[w.H_BUDGET] -= size_bytes",
+        "words[at + w.I_RESERVED] += size_bytes",
+        "words[high_at] = max(words[high_at], slot + 1)",
+        "words[at] += 1",
+        "words[w.H_SEQUENCE] = (sequence + 1) | 1",
+        "words[w.H_SEQUENCE] = sequence + 1",
+        "words[at + w.I_REVISION] = current + 1",
+        "words[self._at + w.P_CREATED] += size_bytes",
+        "words[self._at + w.P_RELEASED] += size_bytes",
+        "if not libc.allocate(self._descriptor, offset, size_bytes):",
+        "libc.allocate(self._descriptor, handle.token, handle.size_bytes, punch=True)",
+        "libc.map_shared(address, size_bytes, self._descriptor, handle.token)",
+        "libc.protect(address, handle.size_bytes)",
+        "self.device.copy(self.address + part.offset_bytes, source, part.size_bytes)",
+    ):
+        assert any(name.endswith(needed) for name in seen), f"no point before {needed!r}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", ["grant", "retire", "sample", "register", "close", "shrink"])
+def test_stopped_at_any_point_it_costs_others_50_ms_a_miss_and_never_their_service(
+    world, step, monkeypatch
+):
+    prepare = scripts(world)[step]
+    points = passages(prepare)
+    naps: list[float] = []
+    real = time.sleep
+    dice = random.Random(1)
+    held = 0
+    for at in sorted(dice.sample(sorted({p: n for n, p in enumerate(points)}.values()), 25)):
+        child = acted(prepare, "stop", at)
+        if not child.waits_for_signal():
+            raise AssertionError(f"it did not stop at {points[at].name}")
+        world.account._file._lock.forgive()
+        monkeypatch.setattr(time, "sleep", lambda s: (naps.append(s), real(s)))
+        for _ in range(4):
+            naps.clear()
+            answer = world.account.grant(GRANULE)
+            # What was asked of the clock: no try waits longer than its patience.
+            assert sum(naps) <= 2 * PATIENCE_S, points[at].name
+            if isinstance(answer, Refusal):
+                assert answer.reason == "busy"
+            else:
+                world.account.refund(GRANULE)
+        held += isinstance(answer, Refusal)
+        if isinstance(answer, Refusal):
+            naps.clear()
+            assert isinstance(world.account.grant(GRANULE), Refusal)
+            assert sum(naps) == 0, "after a miss tries are single for a while"
+        monkeypatch.setattr(time, "sleep", real)
+        # Looking takes no lock.
+        assert any(i.name == "neighbour" for i in world.ledger.snapshot().instances)
+        try:
+            world.ledger.set_limit("neighbour", None)
+        except LedgerBusyError as busy:
+            assert str(child.pid) in str(busy), "who is in the way is named"  # noqa: PT017
+        if dice.random() < 0.5:
+            child.send(signal.SIGCONT)
+            assert child.end() == 0, points[at].name
+        else:
+            child.send(signal.SIGKILL)
+            child.end()
+        world.account._file._lock.forgive()
+        world.settle()
+    world.reuse()
+    assert held or step == "shrink", "not once was it stopped with the lock in its hand"
+
+
+def run_schedule(world: World, seed: int, steps: int = 2500) -> int:
+    """Two lives at once, each of which is killed, stopped or interrupted somewhere, or ends."""
+    dice = random.Random(seed)
+    children: list[Child] = []
+    for _ in range(dice.choice((1, 1, 2))):
+        act = dice.choice(("kill", "kill", "kill", "stop", "interrupt"))
+        at = dice.randrange(steps)
+        life_seed = dice.randrange(1 << 30)
+
+        def live(act=act, at=at, life_seed=life_seed) -> None:
+            actor = world.actor()
+            Points(act, at).run(lambda: long_script(actor, random.Random(life_seed), MOVES))
+
+        children.append(Child(live))
+        if dice.random() < 0.3:
+            children[-1].waits_for_signal()
+    for _ in range(dice.randrange(3)):
+        world.ledger.retire_dead()
+        if isinstance(world.account.grant(GRANULE), Granted):
+            world.account.refund(GRANULE)
+    for child in children:
+        if child.waits_for_signal():
+            child.send(dice.choice((signal.SIGCONT, signal.SIGKILL)))
+            if child.waits_for_signal():
+                child.send(signal.SIGKILL)
+        child.end()
+    world.account._file._lock.forgive()
+    world.settle()
+    return len(children)
+
+
+@pytest.mark.long
+def test_random_schedules_lose_nothing_and_use_nothing_twice(tmp_path: Path):
+    seed = int(os.environ.get("KVTIDE_INTERNAL_SEED", "0")) or random.randrange(1, 1 << 30)
+    print(f"seed {seed}, {SCHEDULES} schedules")
+    world = World(tmp_path / "kv")
+    lives = 0
+    for n in range(SCHEDULES):
+        try:
+            lives += run_schedule(world, seed + n)
+            if n % 50 == 0:
+                world.reuse()
+        except (AssertionError, KvtideError) as error:
+            raise AssertionError(f"schedule {seed + n}") from error
+    world.reuse()
+    world.close()
+    print(f"{SCHEDULES} schedules of {lives} lives: no violation")
