@@ -125,11 +125,14 @@ class Site:
 
     def snapshots(self) -> list[Snapshot]:
         """The ledgers now, first that of the device that most instances share."""
+        return [snapshot for _, snapshot in self._looks()]
+
+    def _looks(self) -> list[tuple[Path, Snapshot]]:
         found = []
         for path in sorted(Ledger.existing(self._ledgers)):
             with Ledger.read(path) as observer:
-                found.append(observer.snapshot())
-        return sorted(found, key=lambda snapshot: -len(snapshot.instances))
+                found.append((path, observer.snapshot()))
+        return sorted(found, key=lambda look: -len(look[1].instances))
 
     def snapshot(self) -> Snapshot | None:
         """The device's ledger now; None before there is one."""
@@ -154,8 +157,8 @@ class Site:
         return 0 if snapshot is None else snapshot.free_bytes
 
     def set_limit(self, name: str, limit_bytes: int | None) -> None:
-        """Set an instance's limit, as `kvtide limit` does."""
-        for path in Ledger.existing(self._ledgers):
+        """Set an instance's limit on the device, as `kvtide limit` does."""
+        for path, _ in self._looks()[:1]:
             ledger = Ledger.attach(path)
             try:
                 ledger.set_limit(name, limit_bytes)
