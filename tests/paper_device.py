@@ -24,6 +24,9 @@ class PaperMemory:
         self.held_bytes = 0
         self.foreign_bytes = 0
 
+    def open(self) -> PaperDevice:
+        return PaperDevice(self)
+
     @property
     def free_bytes(self) -> int:
         return max(0, self.total_bytes - self.held_bytes - self.foreign_bytes)

@@ -15,13 +15,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from kvtide.errors import DeviceError, RankLostError
 from kvtide.memory import carrying
 from kvtide.pool import Geometry
 from kvtide.units import MIB
-from paper_device import GRANULE
+from paper_device import GRANULE, PaperMemory
 from ranks_world import Engine, PaperLink, World, layers
 
 _GEOMETRIES = (
@@ -31,6 +32,13 @@ _GEOMETRIES = (
     (200, 256 << 10, 2),
     (18, 6 * MIB, 2),
 )
+
+
+KINDS = (
+    *("step", "press", "idle", "rank", "deliver", "let go", "ballast", "fault", "heal"),
+    *("time", "surplus", "lose", "wish", "ahead", "fill"),
+)
+_WEIGHTS = (20, 12, 2, 40, 25, 14, 3, 3, 4, 10, 4, 0.05, 4, 4, 2)
 
 
 def _geometry(dice: random.Random, blocks: int | None = None) -> Geometry:
@@ -57,12 +65,17 @@ def _engine(dice: random.Random, world: World, devices: int, limit: int | None) 
 class Schedule:
     """One schedule: a world, and moves at random until it ends."""
 
-    def __init__(self, seed: int, directory: Path) -> None:
-        self.dice = random.Random(seed)
-        dice = self.dice
+    def __init__(
+        self,
+        dice: random.Random,
+        directory: Path,
+        memory: Callable[[str, int], PaperMemory] = PaperMemory,
+        totals: tuple[int, ...] = (72, 96, 160),
+    ) -> None:
+        self.dice = dice
         self.happened: Counter[str] = Counter()
         devices = dice.choice((1, 2, 2, 4))
-        self.world = World(directory, devices, dice.choice((72, 96, 160)) * GRANULE)
+        self.world = World(directory, devices, dice.choice(totals) * GRANULE, memory)
         # Another instance on every device that only wishes, and before all others.
         self.outsiders = [
             ledger.register("outsider", explicit=True) for ledger in self.world.ledgers.values()
@@ -91,42 +104,26 @@ class Schedule:
 
     def run(self, moves: int) -> None:
         for _ in range(moves):
-            try:
-                self.move()
-            except DeviceError as error:
-                # The one end there is when a device breaks down just while it carries over what is
-                # in use: it is said, and nothing goes on.
-                if "had to be moved" not in str(error) and "injected" not in str(error):
-                    raise
-                self.happened["carried and lost"] += 1
-                return
-            self.world.check()
-            if self.lost:
+            if not self.go_on():
                 return
         self.rest()
 
-    def move(self) -> None:
+    def go_on(self, kind: str | None = None) -> bool:
+        """One move and a check; False where the schedule is over."""
+        try:
+            self.move(kind or self.dice.choices(KINDS, _WEIGHTS)[0])
+        except DeviceError as error:
+            # The one end there is when a device breaks down just while it carries over what is in
+            # use: it is said, and nothing goes on.
+            if "had to be moved" not in str(error) and "injected" not in str(error):
+                raise
+            self.happened["carried and lost"] += 1
+            return False
+        self.world.check()
+        return not self.lost
+
+    def move(self, kind: str) -> None:
         dice, engine = self.dice, self.dice.choice(self.engines)
-        kind = dice.choices(
-            (
-                "step",
-                "press",
-                "idle",
-                "rank",
-                "deliver",
-                "let go",
-                "ballast",
-                "fault",
-                "heal",
-                "time",
-                "surplus",
-                "lose",
-                "wish",
-                "ahead",
-                "fill",
-            ),
-            (20, 12, 2, 40, 25, 14, 3, 3, 4, 10, 4, 0.05, 4, 4, 2),
-        )[0]
         if kind in ("step", "press", "idle") and len(engine.ranks[0].steps) < 4:
             wanted = dice.choice((0, 1, 4, 12, 30)) if kind != "idle" else 0
             taken = engine.step(wanted, press=kind == "press", idle=kind == "idle")
@@ -247,7 +244,7 @@ def run_schedule(seed: int, moves: int = 120) -> Counter[str]:
     directory = Path(tempfile.mkdtemp(prefix="kvtide-schedule-", dir="/dev/shm"))
     directory.chmod(0o700)
     try:
-        schedule = Schedule(seed, directory)
+        schedule = Schedule(random.Random(seed), directory)
         try:
             schedule.run(moves)
             for engine in schedule.engines:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -247,7 +247,7 @@ class Engine:
         seat: Seat,
         memory: PaperMemory,
     ) -> Rank:
-        device = PaperDevice(memory)
+        device = memory.open()
         faults = FaultyDevice(device, create_answers_none=True)
         account = seat.ledger.enroll(
             seat.instance,
@@ -410,9 +410,15 @@ def counted_bytes(account: Account) -> int:
 class World:
     """Devices on paper with a ledger each, and engines on them."""
 
-    def __init__(self, directory: Path, devices: int = 1, total_bytes: int = 64 * GRANULE) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        devices: int = 1,
+        total_bytes: int = 64 * GRANULE,
+        memory: Callable[[str, int], PaperMemory] = PaperMemory,
+    ) -> None:
         uuids = [f"paper-{n}" for n in range(devices)]
-        self.memories = {uuid: PaperMemory(uuid, total_bytes) for uuid in uuids}
+        self.memories = {uuid: memory(uuid, total_bytes) for uuid in uuids}
         self.ledgers = {
             uuid: Ledger.open(
                 directory, DeviceSpec(uuid, "host", "paper", total_bytes, 0, None, GRANULE)

@@ -20,7 +20,7 @@ import kvtide
 
 Act = Literal["kill", "stop", "interrupt"]
 _ROOT = str(Path(kvtide.__file__).parent)
-PARTS = tuple(f"{_ROOT}/{part}/" for part in ("ledger", "memory", "device", "ranks", "pool"))
+PARTS = tuple(f"{_ROOT}/{part}/" for part in ("ledger", "memory", "device", "ranks"))
 # They only read, and how long depends on what else runs on the machine.
 _PURE = (f"{_ROOT}/device/census.py", f"{_ROOT}/ledger/damage.py", f"{_ROOT}/ledger/layout.py")
 

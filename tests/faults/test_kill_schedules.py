@@ -19,7 +19,7 @@ from kvtide.errors import KvtideError, LedgerBusyError
 from kvtide.ledger import Granted, Refusal
 from kvtide.ledger.lock import PATIENCE_S
 
-SCHEDULES = int(os.environ.get("KVTIDE_INTERNAL_SCHEDULES", "1200"))
+SCHEDULES = int(os.environ.get("KVTIDE_INTERNAL_SCHEDULES", "1000"))
 MOVES = 8
 STEPS = (
     *("register", "enroll", "grant", "refused", "refund", "sample", "retire", "grow", "shrink"),
