@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
+_WIDEST = 1000
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to an application."""
@@ -39,11 +41,12 @@ def status(
     if not found.devices:
         typer.echo(f"no engine has run under kvtide yet (no ledger in {settings.dir})")
         return
-    console = Console(highlight=False)
+    # A figure cut in two would be read as another one: a line may be longer than a terminal.
+    console = Console(highlight=False, width=_WIDEST)
     for device in found.devices:
         console.print(_heading(device), soft_wrap=True)
         if device.instances:
-            console.print(_table(device))
+            console.print(_table(device), crop=False)
         for note in filter(None, map(_note, device.instances)):
             console.print(note, soft_wrap=True)
 
@@ -60,11 +63,11 @@ def _table(device: DeviceStatus) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("instance", overflow="fold")
-    table.add_column("state")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, collapse_padding=True)
+    table.add_column("instance", no_wrap=True)
+    table.add_column("state", no_wrap=True)
     for title in ("charged", "mapped", "limit", "in use", "cached", "blocks", "pids"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for instance in device.instances:
         table.add_row(*_row(instance))
     return table

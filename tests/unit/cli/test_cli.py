@@ -83,6 +83,15 @@ def test_status_shows_an_instance(kvtide, chat):
     assert device["instances"][0]["name"] == "chat"
 
 
+def test_status_cuts_no_figure_in_a_narrow_terminal(kvtide, chat, monkeypatch):
+    wide = kvtide("status")[1]
+    monkeypatch.setenv("COLUMNS", "40")
+    assert kvtide("status")[1] == wide
+    rows = [line.split() for line in wide.splitlines()]
+    assert ["instance", "state", "charged", "mapped"] in [row[:4] for row in rows]
+    assert "…" not in wide
+
+
 def test_status_of_a_broken_ledger_is_one_error(kvtide, chat, directory):
     (directory / "other.ledger").write_bytes(b"short")
     status, out, err = kvtide("status")
