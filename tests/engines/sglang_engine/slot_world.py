@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from array import array
 from pathlib import Path
@@ -33,6 +34,8 @@ class World:
     def __init__(
         self, directory: Path, page_size: int, pages: int, device_bytes: int, ranks: int = 1
     ) -> None:
+        # As the plugin has it: the tree in Rust does not tell which slots it holds.
+        os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -107,7 +110,11 @@ class World:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         key = RadixKey(array("q", ids), None)
-        return self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
+        found = self.tree.match_prefix(MatchPrefixParams(key=key))
+        if "device_indices" in found._fields:
+            return found.device_indices
+        # From 0.5.23 they are read along the path to the node.
+        return self.tree.path_device_indices(found.last_device_node)[: found.device_prefix_len]
 
     def check(self) -> None:
         """Every page is free, cached or live, in one place, backed, and holds what it should."""
