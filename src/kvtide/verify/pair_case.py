@@ -155,10 +155,11 @@ def run_pair(
 ) -> PairRecord:
     """a alone, a's cache dropped, b alone, both."""
     (name_a, a), (name_b, b) = servers
-    with (
-        lived(site, a, name_a, native=False) as life_a,
-        lived(site, b, name_b, native=False) as life_b,
-    ):
+    with contextlib.ExitStack() as stack:
+        for _, server in servers:
+            stack.enter_context(server)  # both start at once: most of that is one thread's work
+        life_a = stack.enter_context(lived(site, a, name_a, native=False))
+        life_b = stack.enter_context(lived(site, b, name_b, native=False))
         record = PairRecord((life_a, life_b))
         if not (life_a.ready and life_b.ready):
             return record

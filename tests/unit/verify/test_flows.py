@@ -87,6 +87,13 @@ class Engine:
     def start(self):
         self.started = True
 
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        assert self.stopped
+
     def wait_ready(self, seconds):
         if not self.starts:
             raise ServerError("the server ended with status 1\nits log")
