@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -162,6 +163,8 @@ class LedgerFile:
             words = self.words
             sequence = words[w.H_SEQUENCE]
             if sequence & 1:
+                if sys.exc_info()[0] is not None:  # interrupted in the middle, as by a signal
+                    _repair(words)
                 words[w.H_SEQUENCE] = sequence + 1
             self._lock.release()
 
@@ -280,7 +283,7 @@ class LedgerFile:
 
 
 def _repair(words: memoryview) -> None:
-    """Finish what a dead writer began. Stores are ordered so that only this can be left undone."""
+    """Finish what a writer began who died or was interrupted. Stores are ordered so that only this can be left undone."""
     for at in map(w.pool_at, range(w.MAX_POOLS)):
         if not words[at] & 1:
             words[at + w.P_CHARGE] = 0

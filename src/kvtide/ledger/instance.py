@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtide.errors import LedgerError
 from kvtide.ledger import layout as w
-from kvtide.ledger.holdings import demands_now
+from kvtide.ledger.holdings import demands_now, waiting
 from kvtide.ledger.reading import STATES
 from kvtide.ledger.records import NON_KV_SOURCES, State
 from kvtide.ledger.retirement import live_pools
@@ -97,7 +97,10 @@ class Instance:
             raise ValueError(f"cannot wish for {size_bytes} bytes, {least_bytes} at least")
         words, at = self._own_words(), self._at
         if size_bytes == 0:
-            words[at + w.I_WISH] = 0
+            if words[at + w.I_WISH]:
+                words[at + w.I_WISH] = 0
+                # What was set aside for it is to be had by those who were refused for its sake.
+                self._ledger.bell.ring(waiting(words, self.slot))
             return
         now_ns = time.monotonic_ns()
         if words[at + w.I_WISH] == 0:
