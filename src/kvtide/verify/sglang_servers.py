@@ -39,6 +39,7 @@ class SGLangServer(Server):
     distributions: ClassVar[tuple[str, ...]] = ("sglang",)
     backends: ClassVar[tuple[str, ...]] = ("host",)
     lacks: ClassVar[dict[str, str]] = {
+        "gemma3": "natively it repeats one token whatever came before: nothing could be compared",
         "deepseek": "MLA: its rotary embedding asserts 'rope_scaling is not None'",
         "qwen3next": "GDN: 'extra_buffer needs CUDA/MUSA/NPU/ROCm/XPU (FLA)'",
         "gptoss": "GptOssForCausalLM 'requires one of' attention backends that need a GPU or AMX",
