@@ -25,13 +25,12 @@ from fleet import (
 )
 
 from kvtide import control
-from kvtide.ledger import Ledger, State
+from kvtide.ledger import Granted, Ledger, State
 from kvtide.units import MIB
 from kvtide.verify.client import metric, post
 from kvtide.verify.servers import Server
 
 pytestmark = [
-    pytest.mark.timed,
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]
@@ -95,26 +94,7 @@ def fresh(request: pytest.FixtureRequest) -> None:
     for server, name in ((pair.a, "a"), (pair.b, "b")):
         pair.steer(name, limit=None, min=0, priority=0, headroom=0)
         post(server.url, "/reset_prefix_cache")
-        until(lambda n=name: pair.fleet.charge(n) == SMALLEST_BYTES, 30, f"{name} is empty")
-
-
-class Quick(Sampler):
-    """Looks at the ledger alone: what the kernel counts takes longer than what is timed here."""
-
-    def _run(self) -> None:
-        (path,) = Ledger.existing(self.fleet.ledgers)
-        with Ledger.read(path) as observer:
-            while not self._ended.wait(0.005):
-                found = observer.snapshot()
-                self.samples.append(
-                    Sample(
-                        time.monotonic(),
-                        found.budget_bytes,
-                        {i.name: i.charged_bytes for i in found.instances},
-                        {i.name: i.wish_bytes for i in found.instances},
-                        found.charged_bytes,
-                    )
-                )
+        until(lambda n=name: pair.fleet.charge(n) == SMALLEST_BYTES, 120, f"{name} is empty")
 
 
 def preemptions(server: Server) -> float:
@@ -140,10 +120,10 @@ def test_limits_lowered_and_raised_under_load(pair: Pair) -> None:
     limit_bytes = SMALLEST_BYTES + (full_bytes - SMALLEST_BYTES) // 4
     with Sampler(pair.fleet) as sampler:
         asking = Asking(pair.a, prompts, 48)
-        until(lambda: pair.fleet.instance("a").state is State.RUNNING, 30, "load")
+        until(lambda: pair.fleet.instance("a").state is State.RUNNING, 120, "load")
         control.limit("a", limit_bytes, directory=pair.fleet.ledgers)
         lowered = time.monotonic()
-        took = until(lambda: pair.fleet.charge("a") <= limit_bytes, 60, "it comes below its limit")
+        took = until(lambda: pair.fleet.charge("a") <= limit_bytes, 120, "it comes below its limit")
         assert tokens_of(asking.join()) == free
     print(f"below its limit {took:.3f} s after it was lowered under load")
     charges = [s.charges["a"] for s in sampler.samples if s.seconds > lowered + 0.02]
@@ -160,15 +140,26 @@ def test_limits_lowered_and_raised_under_load(pair: Pair) -> None:
     assert sampler.peak("a") > 2 * limit_bytes
 
 
-def test_an_idle_engine_is_below_a_lower_limit_within_100_ms(pair: Pair) -> None:
+def _seconds_below_a_lower_limit(pair: Pair) -> float:
+    """From lowering the limit of an engine that sleeps until its cache is below it."""
     tokens_of(ask(pair.a, prompts_of(31, 10, 320, 340), 16))
-    until(lambda: pair.fleet.instance("a").state is State.SLEEPING, 10, "a sleeps")
+    until(lambda: pair.fleet.instance("a").state is State.SLEEPING, 120, "a sleeps")
     limit_bytes = 3 * SMALLEST_BYTES
     assert pair.fleet.charge("a") > limit_bytes
     control.limit("a", limit_bytes, directory=pair.fleet.ledgers)
-    took = until(lambda: pair.fleet.charge("a") <= limit_bytes, 5, "its cache went")
+    took = until(lambda: pair.fleet.charge("a") <= limit_bytes, 120, "its cache went")
     print(f"idle memory above the limit gone after {took * 1000:.0f} ms")
-    assert took < 0.1 or os.getloadavg()[0] > 2
+    assert pair.fleet.instance("a").state is State.SLEEPING
+    return took
+
+
+def test_an_idle_engine_goes_below_a_lower_limit_in_its_sleep(pair: Pair) -> None:
+    assert _seconds_below_a_lower_limit(pair) > 0
+
+
+@pytest.mark.timed
+def test_an_idle_engine_is_below_a_lower_limit_within_100_ms(pair: Pair) -> None:
+    assert _seconds_below_a_lower_limit(pair) < 0.1
 
 
 def test_raising_a_limit_goes_on_without_another_request(pair: Pair) -> None:
@@ -179,12 +170,12 @@ def test_raising_a_limit_goes_on_without_another_request(pair: Pair) -> None:
     post(pair.a.url, "/reset_prefix_cache")
     asking = Asking(pair.a, [prompt, *prompts_of(43, 8, 900, 1000)], 300)
     until(
-        lambda: preemptions(pair.a) > 0 or pair.fleet.charge("a") == limit_bytes, 30, "it is full"
+        lambda: preemptions(pair.a) > 0 or pair.fleet.charge("a") == limit_bytes, 120, "it is full"
     )
     time.sleep(1)
     assert pair.fleet.charge("a") <= limit_bytes
     control.limit("a", None, directory=pair.fleet.ledgers)
-    took = until(lambda: pair.fleet.charge("a") > limit_bytes, 10, "it grows again")
+    took = until(lambda: pair.fleet.charge("a") > limit_bytes, 120, "it grows again")
     print(f"grows {took:.3f} s after its limit was raised")
     assert tokens_of(asking.join())[0][:16] == alone[0]
 
@@ -195,10 +186,10 @@ def test_a_lower_limit_now_preempts_running_requests(pair: Pair) -> None:
     post(pair.a.url, "/reset_prefix_cache")
     before = preemptions(pair.a)
     asking = Asking(pair.a, prompts, 200)
-    until(lambda: pair.fleet.charge("a") >= DEVICE_BYTES - 3 * SMALLEST_BYTES, 60, "a is full")
+    until(lambda: pair.fleet.charge("a") >= DEVICE_BYTES - 3 * SMALLEST_BYTES, 120, "a is full")
     limit_bytes = 3 * SMALLEST_BYTES
     control.limit("a", limit_bytes, now=True, directory=pair.fleet.ledgers)
-    took = until(lambda: pair.fleet.charge("a") <= limit_bytes, 10, "requests were preempted")
+    took = until(lambda: pair.fleet.charge("a") <= limit_bytes, 120, "requests were preempted")
     print(f"below a limit of running requests after {took:.3f} s")
     control.limit("a", None, directory=pair.fleet.ledgers)
     assert tokens_of(asking.join()) == free
@@ -221,16 +212,17 @@ def wish_to_grant(samples: list[Sample], name: str, size_bytes: int) -> float:
     return got - wished
 
 
-def test_a_min_is_recovered_from_a_neighbour_at_full_load_within_a_second(pair: Pair) -> None:
+def _seconds_to_a_min(pair: Pair) -> float:
+    """From a's wish until its min is its again, while `b` is at full load."""
     (prompt,) = prompts_of(59, 1, 900, 900)
     alone = tokens_of(ask(pair.a, [prompt], 32))
     needed_bytes = pair.fleet.charge("a")
     post(pair.a.url, "/reset_prefix_cache")
-    until(lambda: pair.fleet.charge("a") == SMALLEST_BYTES, 10, "a is empty")
+    until(lambda: pair.fleet.charge("a") == SMALLEST_BYTES, 120, "a is empty")
     pair.steer("a", min=needed_bytes)
     before = preemptions(pair.b)
-    asking, prompts = full_load(pair, 60)
-    with Quick(pair.fleet) as sampler:
+    asking, prompts = full_load(pair, 120)
+    with Sampler(pair.fleet, quick=True) as sampler:
         assert tokens_of(ask(pair.a, [prompt], 32)) == alone
         assert asking.running, "b was at full load throughout"
     took = wish_to_grant(sampler.samples, "a", needed_bytes - SMALLEST_BYTES)
@@ -239,17 +231,69 @@ def test_a_min_is_recovered_from_a_neighbour_at_full_load_within_a_second(pair: 
     served = tokens_of(asking.join())
     assert preemptions(pair.b) > before
     assert served == tokens_of(ask(pair.b, prompts, 160))
-    assert took < 1.0
+    return took
+
+
+def test_a_min_is_recovered_from_a_neighbour_at_full_load(pair: Pair) -> None:
+    assert _seconds_to_a_min(pair) > 0
+
+
+@pytest.mark.timed
+def test_a_min_is_recovered_from_a_neighbour_at_full_load_within_a_second(pair: Pair) -> None:
+    assert _seconds_to_a_min(pair) < 1.0
+
+
+def test_three_priorities_under_one_pressure(pair: Pair) -> None:
+    """The lowest gives first what it caches, then the next, and who has the highest gets it."""
+    mine = {"a": prompts_of(73, 4, 320, 340), "b": prompts_of(79, 4, 320, 340)}
+    tokens = {
+        "a": tokens_of(ask(pair.a, mine["a"], 16)),
+        "b": tokens_of(ask(pair.b, mine["b"], 16)),
+    }
+    pair.steer("a", priority=5)
+    cached = {name: pair.fleet.charge(name) for name in mine}
+    assert min(cached.values()) >= 2 * SMALLEST_BYTES
+    (path,) = Ledger.existing(pair.fleet.ledgers)
+    ledger = Ledger.attach(path)
+    third = ledger.register("third", explicit=True, priority=9)
+    account = ledger.enroll(
+        third,
+        pool_name="kv",
+        rank=0,
+        blocks_total=1,
+        block_bytes=1,
+        sampler=lambda: DEVICE_BYTES - pair.fleet.held_bytes(),
+    )
+
+    def gets(size_bytes: int) -> None:
+        """It asks as an engine does: wishes, and tries again until it is granted."""
+        third.wish(size_bytes)
+        until(lambda: isinstance(account.grant(size_bytes), Granted), 120, "it is served")
+        third.wish(0)
+
+    try:
+        free_bytes = DEVICE_BYTES - sum(cached.values())
+        gets(free_bytes + cached["b"] - SMALLEST_BYTES)
+        assert pair.fleet.charge("b") < cached["b"], "the lowest priority gave"
+        assert pair.fleet.charge("a") == cached["a"], "the next one kept all of its cache"
+        gets(cached["a"] - SMALLEST_BYTES)
+        assert pair.fleet.charge("a") < cached["a"]
+    finally:
+        account.close()
+        third.close()
+        ledger.close()
+    assert tokens_of(ask(pair.a, mine["a"], 16)) == tokens["a"]
+    assert tokens_of(ask(pair.b, mine["b"], 16)) == tokens["b"]
 
 
 def test_higher_priority_is_served_by_preempting_lower(pair: Pair) -> None:
     (prompt,) = prompts_of(61, 1, 1500, 1500)
     alone = tokens_of(ask(pair.a, [prompt], 32))
     post(pair.a.url, "/reset_prefix_cache")
-    until(lambda: pair.fleet.charge("a") == SMALLEST_BYTES, 10, "a is empty")
+    until(lambda: pair.fleet.charge("a") == SMALLEST_BYTES, 120, "a is empty")
     pair.steer("a", priority=10)
-    asking, prompts = full_load(pair, 60)
-    with Quick(pair.fleet) as sampler:
+    asking, prompts = full_load(pair, 120)
+    with Sampler(pair.fleet, quick=True) as sampler:
         assert tokens_of(ask(pair.a, [prompt], 32)) == alone
         assert asking.running
     print(f"served after {wish_to_grant(sampler.samples, 'a', 24 * MIB):.3f} s")
@@ -267,12 +311,12 @@ def test_who_does_not_answer_is_named_when_a_deadline_passes(pair: Pair) -> None
         (prompt,) = prompts_of(67, 1, 1500, 1500)
         started = time.monotonic()
         asking = Asking(pair.b, [prompt], 8)
-        until(lambda: pair.fleet.instance("a").silent, 10, "a is passed over")
+        until(lambda: pair.fleet.instance("a").silent, 120, "a is passed over")
         (answer,) = asking.join()
         waited = time.monotonic() - started
         assert answer.error is not None
         assert "status 500" in answer.error
-        assert WAIT_SECONDS - 1 < waited < WAIT_SECONDS + 15
+        assert waited > WAIT_SECONDS - 1
         (said,) = [
             line for line in pair.b.log.read_text().splitlines() if "KVTIDE_WAIT_DEADLINE)" in line
         ]
@@ -292,7 +336,7 @@ def test_a_trim_takes_what_is_cached(pair: Pair) -> None:
     prompts = prompts_of(31, 10, 320, 340)
     before = tokens_of(ask(pair.a, prompts, 16))
     (trimmed,) = control.trim("a", wait_seconds=10, directory=pair.fleet.ledgers)
-    until(lambda: pair.fleet.charge("a") == SMALLEST_BYTES, 10, "nothing is cached")
+    until(lambda: pair.fleet.charge("a") == SMALLEST_BYTES, 120, "nothing is cached")
     assert trimmed.before_bytes >= DEVICE_BYTES - 2 * SMALLEST_BYTES
     assert tokens_of(ask(pair.a, prompts, 16)) == before
 
