@@ -103,110 +103,6 @@ def ask_both(servers, prompts, tokens):
         return [job.result() for job in jobs]
 
 
-def test_both_have_the_same_capacity(two) -> None:
-    fleet, servers = two
-    sizes = [capacity_of(server) for server in servers]
-    # 0.9 of the device, in tokens of 16 KiB: nobody looked at what was free.
-    assert sizes == [int(0.9 * fleet.size_bytes) // (16 << 10)] * 2
-
-
-def test_tokens_are_native_under_pressure(two, prompts, native) -> None:
-    fleet, servers = two
-    gifts = retracted = rounds = 0
-    with Sampler(fleet) as sampler:
-        # As often as it takes to see enough of it.
-        while rounds < 8 and (rounds == 0 or gifts < 20 or retracted < 10):
-            for answers in ask_both(servers, prompts, TOKENS):
-                assert tokens_of(answers) == native
-            # Alternately one of them, so that its neighbour's cache is what there is to have.
-            for server in servers:
-                assert tokens_of(server.ask(prompts[:12], TOKENS)) == native[:12]
-            rounds += 1
-            gifts = sum(map(gifts_of, servers))
-            retracted = sum(map(retractions_of, servers))
-    assert_within_device(sampler.samples)
-    print(f"{rounds} rounds: {gifts} gifts to the other, {retracted} retractions")
-    assert gifts >= 20
-    assert retracted >= 10
-    for name in ("a", "b"):
-        assert sampler.peak(name) > fleet.size_bytes // 2
-
-
-def test_cached_tokens_are_native_after_pressure(two, prompts, native) -> None:
-    for server in two[1]:
-        assert cached_twice(server, prompts[:6]) == native_cached
-    assert max(native_cached) > 100
-
-
-def test_an_idle_neighbours_cache_is_lent_and_comes_back(two, prompts, native) -> None:
-    fleet, servers = two
-    for lender, borrower, name in (
-        (servers[0], servers[1], "a"),
-        (servers[1], servers[0], "b"),
-    ):
-        lender.ask(prompts[:12], 8)
-        until(
-            lambda name=name: fleet.instance(name).state.name == "SLEEPING",
-            WAIT_SECONDS,
-            "it idles",
-        )
-        before = fleet.charge(name)
-        assert tokens_of(borrower.ask(prompts, TOKENS)) == native
-        assert fleet.charge(name) < before
-
-
-ROLES = {"scheduler": "scheduler", "detokenizer": "detokenizer", "outermost": "launch_server"}
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_killed_with_nine_its_memory_is_free(two, prompts, native, role: str) -> None:
-    fleet, servers = two
-    victim = living(fleet, servers)
-    kill(fleet, victim, prompts, role)
-    assert tokens_of(servers[1].ask(prompts, TOKENS)) == native
-    until(lambda: fleet.instance("a") is None, WAIT_SECONDS, "its record is gone")
-    until(lambda: fleet.held_bytes() == fleet.charge("b"), WAIT_SECONDS, "its memory is free")
-
-
-@pytest.mark.timed
-def test_killed_with_nine_all_of_it_is_gone_within_seconds(two, prompts) -> None:
-    fleet, servers = two
-    took = kill(fleet, living(fleet, servers), prompts, "scheduler")
-    print(f"all processes gone after {took:.2f} s")
-    assert took < 5
-
-
-def living(fleet, servers):
-    """The first server, or another in its place where it was killed before."""
-    if servers[0].exit_status() is not None:
-        servers[0] = fleet.start(KIND, "a", "--mem-fraction-static", "0.9")
-        servers[0].wait_ready(READY_SECONDS)
-        # Beside a neighbour that holds what it has cached, as it was beside an empty one.
-        assert capacity_of(servers[0]) == capacity_of(servers[1])
-    return servers[0]
-
-
-def kill(fleet, server, prompts, role: str) -> float:
-    """End one of a server's processes by force; how long the others took to follow."""
-    server.ask(prompts[:8], 8)
-    until(lambda: fleet.charge("a") > 16 * MIB, WAIT_SECONDS, "it holds memory")
-    chosen = next(p for p in server.pids() if ROLES[role] in name_of(p))
-    os.kill(chosen, signal.SIGKILL)
-
-    def gone() -> bool:
-        server.exit_status()  # reaps it, so that it leaves the session
-        return not server.pids()
-
-    return until(gone, WAIT_SECONDS, "all of its processes are gone")
-
-
-def name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
 VLLM = os.environ.get("KV_VLLM_PYTHON", "")
 
 
@@ -322,3 +218,110 @@ def test_prompts_that_cannot_be_backed_after_all_wait(sglang_fleet, prompts, nat
     assert "memory leak" not in server.log.read_text()
     assert server.healthy()
     fleet.stop()
+
+
+# From here on two servers stay for all tests; those above have the machine for themselves.
+
+
+def test_both_have_the_same_capacity(two) -> None:
+    fleet, servers = two
+    sizes = [capacity_of(server) for server in servers]
+    # 0.9 of the device, in tokens of 16 KiB: nobody looked at what was free.
+    assert sizes == [int(0.9 * fleet.size_bytes) // (16 << 10)] * 2
+
+
+def test_tokens_are_native_under_pressure(two, prompts, native) -> None:
+    fleet, servers = two
+    gifts = retracted = rounds = 0
+    with Sampler(fleet) as sampler:
+        # As often as it takes to see enough of it.
+        while rounds < 8 and (rounds == 0 or gifts < 20 or retracted < 10):
+            for answers in ask_both(servers, prompts, TOKENS):
+                assert tokens_of(answers) == native
+            # Alternately one of them, so that its neighbour's cache is what there is to have.
+            for server in servers:
+                assert tokens_of(server.ask(prompts[:12], TOKENS)) == native[:12]
+            rounds += 1
+            gifts = sum(map(gifts_of, servers))
+            retracted = sum(map(retractions_of, servers))
+    assert_within_device(sampler.samples)
+    print(f"{rounds} rounds: {gifts} gifts to the other, {retracted} retractions")
+    assert gifts >= 20
+    assert retracted >= 10
+    for name in ("a", "b"):
+        assert sampler.peak(name) > fleet.size_bytes // 2
+
+
+def test_cached_tokens_are_native_after_pressure(two, prompts, native) -> None:
+    for server in two[1]:
+        assert cached_twice(server, prompts[:6]) == native_cached
+    assert max(native_cached) > 100
+
+
+def test_an_idle_neighbours_cache_is_lent_and_comes_back(two, prompts, native) -> None:
+    fleet, servers = two
+    for lender, borrower, name in (
+        (servers[0], servers[1], "a"),
+        (servers[1], servers[0], "b"),
+    ):
+        lender.ask(prompts[:12], 8)
+        until(
+            lambda name=name: fleet.instance(name).state.name == "SLEEPING",
+            WAIT_SECONDS,
+            "it idles",
+        )
+        before = fleet.charge(name)
+        assert tokens_of(borrower.ask(prompts, TOKENS)) == native
+        assert fleet.charge(name) < before
+
+
+ROLES = {"scheduler": "scheduler", "detokenizer": "detokenizer", "outermost": "launch_server"}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_killed_with_nine_its_memory_is_free(two, prompts, native, role: str) -> None:
+    fleet, servers = two
+    victim = living(fleet, servers)
+    kill(fleet, victim, prompts, role)
+    assert tokens_of(servers[1].ask(prompts, TOKENS)) == native
+    until(lambda: fleet.instance("a") is None, WAIT_SECONDS, "its record is gone")
+    until(lambda: fleet.held_bytes() == fleet.charge("b"), WAIT_SECONDS, "its memory is free")
+
+
+@pytest.mark.timed
+def test_killed_with_nine_all_of_it_is_gone_within_seconds(two, prompts) -> None:
+    fleet, servers = two
+    took = kill(fleet, living(fleet, servers), prompts, "scheduler")
+    print(f"all processes gone after {took:.2f} s")
+    assert took < 5
+
+
+def living(fleet, servers):
+    """The first server, or another in its place where it was killed before."""
+    if servers[0].exit_status() is not None:
+        servers[0] = fleet.start(KIND, "a", "--mem-fraction-static", "0.9")
+        servers[0].wait_ready(READY_SECONDS)
+        # Beside a neighbour that holds what it has cached, as it was beside an empty one.
+        assert capacity_of(servers[0]) == capacity_of(servers[1])
+    return servers[0]
+
+
+def kill(fleet, server, prompts, role: str) -> float:
+    """End one of a server's processes by force; how long the others took to follow."""
+    server.ask(prompts[:8], 8)
+    until(lambda: fleet.charge("a") > 16 * MIB, WAIT_SECONDS, "it holds memory")
+    chosen = next(p for p in server.pids() if ROLES[role] in name_of(p))
+    os.kill(chosen, signal.SIGKILL)
+
+    def gone() -> bool:
+        server.exit_status()  # reaps it, so that it leaves the session
+        return not server.pids()
+
+    return until(gone, WAIT_SECONDS, "all of its processes are gone")
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
