@@ -4,6 +4,8 @@
 #   make demo     two real vLLM servers share one small device, and you see memory move
 #   make test     `quick`, then vLLM's own code beside ours and two real servers on one device
 #   make engines  all tests that start real vLLM engines
+#   make faults   kills, stops, damage, full disks, other users, random steps on real memory (minutes)
+#   make soak     two real servers under bursts, kills and restarts for an hour (SOAK_MINUTES)
 #   make test-timed   those that hold a bar of seconds: on a machine with nothing else to do
 #   make test-sglang  those that start SGLang, in an environment of its own; `sglang-core` the first of them
 #   make verify   the whole correctness matrix against the native engines, reports in verify-out
@@ -29,7 +31,7 @@ VERIFY_CORE := 'model/llama/*' 'elastic/*-wide' 'limit/*' 'order/*'
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-timed test-sglang sglang-core test-web verify verify-core quick core sizing-sglang engines format clean
+.PHONY: demo test test-timed test-sglang sglang-core test-web verify verify-core quick core sizing-sglang engines faults soak format clean
 
 demo: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide demo --out demo-out
@@ -54,6 +56,15 @@ quick: $(DEV)/.done
 	$(DEV)/bin/lint-imports --no-cache
 	$(DEV)/bin/python -m pytest $(PYTEST) -m "not torch and not engine" \
 		tests/unit tests/properties tests/model
+	$(DEV)/bin/python -m pytest $(PYTEST) -m "not long" tests/faults
+
+# What `quick` leaves out of tests/faults. KVTIDE_INTERNAL_SCHEDULES and _STEPS make more of it.
+faults: $(DEV)/.done
+	$(DEV)/bin/python -m pytest $(PYTEST) --timeout 900 -s -m long tests/faults
+
+SOAK_MINUTES ?= 60
+soak: $(ENGINE)/.done
+	$(ENGINE)/bin/python bench/soak.py --minutes $(SOAK_MINUTES) --out soak.json
 
 # What needs an engine's packages, and two real servers that share a device.
 core: $(ENGINE)/.done

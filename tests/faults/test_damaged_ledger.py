@@ -76,6 +76,7 @@ def read_once(path: Path) -> None:
         observer.snapshot()
 
 
+@pytest.mark.long
 def test_flipped_bits_end_in_words_and_never_in_a_crash_or_a_hang(directory):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")

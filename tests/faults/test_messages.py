@@ -65,7 +65,7 @@ raw = st.one_of(
 
 
 @pytest.mark.parametrize("what", DECODERS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(message=raw)
 def test_any_bytes_are_a_message_or_a_clear_refusal_and_take_no_memory(what, message):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -283,7 +283,10 @@ class LedgerFile:
 
 
 def _repair(words: memoryview) -> None:
-    """Finish what a writer began who died or was interrupted. Stores are ordered so that only this can be left undone."""
+    """Finish what a writer began who died or was interrupted.
+
+    Stores are ordered so that only this can be left undone.
+    """
     for at in map(w.pool_at, range(w.MAX_POOLS)):
         if not words[at] & 1:
             words[at + w.P_CHARGE] = 0
