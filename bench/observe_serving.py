@@ -32,6 +32,7 @@ from kvtide.verify.models import make_model
 from kvtide.verify.servers import Server
 
 TICKS = os.sysconf("SC_CLK_TCK")
+_SETTLE_S = 1.0
 KVTIDE = ("-c", "from kvtide.cli import main; main()")
 
 
@@ -40,8 +41,10 @@ class Lookers:
 
     def __init__(self, python: str, directory: Path, scratch: Path) -> None:
         environ = os.environ | {"KVTIDE_DIR": str(directory)}
+        trace = scratch / "trace.json"
+        trace.unlink(missing_ok=True)
         self._record = subprocess.Popen(
-            [python, *KVTIDE, "record", "-o", str(scratch / "trace.json")],
+            [python, *KVTIDE, "record", "-o", str(trace)],
             env=environ,
             stdout=subprocess.DEVNULL,
         )
@@ -58,6 +61,10 @@ class Lookers:
         self.views = self.scrapes = 0
         for thread in self._threads:
             thread.start()
+        # What they take to start is no part of looking.
+        while not trace.exists() or not trace.stat().st_size:
+            time.sleep(0.05)
+        time.sleep(_SETTLE_S)
 
     def _listen(self) -> None:
         with urllib.request.urlopen(f"{self._url}/api/v1/events") as stream:
@@ -140,7 +147,7 @@ def measure(looker: str, pairs: int, requests: int, tokens: int) -> dict[str, An
                 if looked:
                     lookers = Lookers(looker, directory / "ledgers", scratch)
                 else:
-                    time.sleep(1.0)  # as long as they take to start
+                    time.sleep(_SETTLE_S)
                 try:
                     rounds[looked].append(round_(2 * pair + looked))
                 finally:
