@@ -150,7 +150,7 @@ def test_what_cannot_be_is_refused_to_everybody_and_made_anew_once_nobody_lives(
     enroll(ledger, "a")
     ledger.file.words[word] = value
     with pytest.raises(LedgerError, match="damaged"):
-        ledger.retire_dead()
+        ledger.sample(lambda: TOTAL)
     for look in (ledger.snapshot, lambda: read_once(ledger.path)):
         with pytest.raises(LedgerError, match=r"damaged|cannot be read"):
             look()

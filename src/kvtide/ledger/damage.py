@@ -26,8 +26,11 @@ def is_out_of_bounds(words: memoryview) -> bool:
     )
 
 
-def damage(words: memoryview) -> str | None:
-    """What no process of kvtide can have written, or None; a few microseconds.
+def damage(words: memoryview, *, tables: bool = True) -> str | None:
+    """What no process of kvtide can have written, or None.
+
+    Without `tables` only records below the tables' ends are looked at, which is several times
+    faster.
 
     A bit that turns one possible figure into another is not seen here: it is an account that is
     wrong, within the bounds that every grant and sample holds to.
@@ -40,8 +43,9 @@ def damage(words: memoryview) -> str | None:
         return "its header holds figures that cannot be"
     if not -_MAX < words[w.H_BUDGET] < _MAX or words[w.H_GRANULARITY] < 1:
         return "its header holds a budget that cannot be"
-    if _any_live(words, words[w.H_INSTANCES_HIGH], w.MAX_INSTANCES, w.INSTANCES_AT) or _any_live(
-        words, words[w.H_POOLS_HIGH], w.MAX_POOLS, w.POOLS_AT
+    if tables and (
+        _any_live(words, words[w.H_INSTANCES_HIGH], w.MAX_INSTANCES, w.INSTANCES_AT)
+        or _any_live(words, words[w.H_POOLS_HIGH], w.MAX_POOLS, w.POOLS_AT)
     ):
         return "its header leaves out records that are live"
     for slot in range(words[w.H_INSTANCES_HIGH]):

@@ -197,9 +197,9 @@ class LedgerFile:
         self._check_size()
 
     def check_whole(self) -> None:
-        """As `check`, and that what the words say can be. Raises as `check` does."""
+        """As `check`, and that what live records say can be. Raises as `check` does."""
         self.check()
-        if damage(self.words):
+        if damage(self.words, tables=False):
             raise LedgerError(self.damaged())
 
     def busy(self) -> str:
