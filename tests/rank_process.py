@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -34,7 +35,8 @@ _CALLS = ("create", "map", "unmap", "release")
 class Conduct:
     """How a rank behaves: how slow it is, and from which call of its device on it fails or dies.
 
-    `paper` has a device that holds no memory at all; `tells` how long each step took.
+    `paper` has a device that holds no memory at all; `tells` how long each step took; all steps are
+    carried out within `around`.
     """
 
     step_seconds: float = 0.0
@@ -46,6 +48,7 @@ class Conduct:
     layers: int = 1
     paper: bool = False
     tells: bool = False
+    around: Callable[[Callable[[], None]], None] = lambda body: body()
 
 
 class RankProcess:
@@ -134,7 +137,8 @@ def _run(
 
     device.arm(fails)
     pipe.send_bytes(endpoint.describe())
-    with suppress(EOFError, ConnectionResetError):
+
+    def steps() -> None:
         while said := pipe.recv_bytes():
             message = _MESSAGE.decode(said)
             time.sleep(conduct.step_seconds)
@@ -142,6 +146,9 @@ def _run(
             endpoint.step(message, runs=True)
             if conduct.tells:
                 pipe.send(time.perf_counter() - started)
+
+    with suppress(EOFError, ConnectionResetError):
+        conduct.around(steps)
     device.disarm()
     endpoint.close()
     ledger.close()
