@@ -159,6 +159,23 @@ def test_without_descriptors_nobody_takes_unseen_memory_for_free(tmp_path):
     assert census.used_bytes(uuid) == 0
 
 
+def test_a_create_that_cannot_be_judged_any_more_gives_its_memory_back(monkeypatch):
+    device = HostDevice(64 * MIB, uuid=f"test-judged-{os.getpid()}")
+    answers = iter([True])
+
+    def has_room(size_bytes: int) -> bool:
+        try:
+            return next(answers)
+        except StopIteration:
+            raise DeviceError("who holds memory cannot be seen") from None
+
+    monkeypatch.setattr(device, "_has_room", has_room)
+    with pytest.raises(DeviceError, match="cannot be seen"):
+        device.create(GRANULE)
+    assert device.held_bytes == census.used_bytes(device.info.uuid) == 0
+    device.close()
+
+
 @pytest.mark.parametrize("limit", ["address space", "mappings"])
 def test_at_the_limit_of_mappings_a_growth_is_undone_whole(limit):
     uuid = f"test-mappings-{limit.split()[0]}-{os.getpid()}"

@@ -115,10 +115,13 @@ class HostDevice:
         self._held_bytes += size_bytes
         handle = Handle(size_bytes, offset)
         self._places[offset] = set()
-        if not self._has_room(0):
-            self.release(handle)
-            return None
-        return handle
+        fits = False
+        try:
+            fits = self._has_room(0)
+        finally:
+            if not fits:
+                self.release(handle)
+        return handle if fits else None
 
     def map(self, address: int, handle: Handle) -> None:
         """Put a handle at reserved addresses, readable and writable."""
