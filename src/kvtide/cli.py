@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +26,8 @@ from kvtide.commands import (
 from kvtide.errors import KvtideError
 
 __all__ = ["build", "main"]
+
+_OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def build() -> typer.Typer:
@@ -67,3 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KvtideError as error:
         print(f"kvtide: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
+    except OSError as error:
+        if error.errno not in _OUTPUT_LOST:
+            raise
+        print(f"kvtide: the output cannot be written: {error.strerror}", file=sys.stderr)
+        # What is still buffered cannot go anywhere either: no second error at the very end.
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
+        sys.exit(1)

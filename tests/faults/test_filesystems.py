@@ -4,6 +4,8 @@ import contextlib
 import errno
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -215,3 +217,19 @@ def test_a_disk_full_log_stops_nothing(tmp_path):
         return repr(granted)
 
     assert in_child(serve) == repr(Granted(2 * MIB))
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--json"], ["doctor"]])
+def test_a_command_whose_output_goes_to_a_full_disk_says_so_in_one_line(tmp_path, command):
+    Ledger.open(tmp_path / "kv", spec()).close()
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from kvtide.cli import main; main()", *command],
+            env={**os.environ, "KVTIDE_DIR": str(tmp_path / "kv")},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "kvtide: the output cannot be written: No space left on device\n"
