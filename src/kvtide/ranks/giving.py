@@ -147,10 +147,6 @@ class Giving(Generic[B]):
         # None: whoever wished has what it wanted, since this was asked.
         return Cause.OTHERS if reason is None else CAUSE_NAMES.index(reason)
 
-    def _above_limit(self) -> bool:
-        """Whether what is demanded is for the engine's own limit."""
-        return self._cause() == Cause.LIMIT
-
     def _whole(self, wanted: Sequence[int | None], *, at_most: bool, cause: int) -> bool:
         if self._changes.busy:
             return False
