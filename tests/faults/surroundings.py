@@ -57,6 +57,9 @@ class Child:
             finally:
                 os._exit(status)
         os.close(write)
+        self.gentle = True
+        # What it raised, once it has ended.
+        self.error: str | None = None
         self._status: int | None = None
         self._stopped = False
 
@@ -95,7 +98,12 @@ class Child:
                     raise AssertionError("the child hung")
                 time.sleep(0.0005)
         if self._read >= 0:
-            os.close(self._read)
+            os.set_blocking(self._read, False)
+            with contextlib.suppress(BlockingIOError), os.fdopen(self._read, "rb") as file:
+                said = file.read()
+                if self._status == 0 and said:
+                    returned, value = pickle.loads(said)
+                    self.error = None if returned else value
             self._read = -1
         return self._status
 

@@ -22,7 +22,7 @@ from paper_device import GRANULE
 from ranks_schedules import KINDS, Schedule
 from ranks_world import counted_bytes
 
-STEPS = int(os.environ.get("KVTIDE_INTERNAL_STEPS", "26000"))
+STEPS = int(os.environ.get("KVTIDE_INTERNAL_STEPS", "25000"))
 randoms = st.randoms(use_true_random=False)
 
 

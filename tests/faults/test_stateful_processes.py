@@ -32,7 +32,7 @@ from ledger_invariants import (
     require,
 )
 
-STEPS = int(os.environ.get("KVTIDE_INTERNAL_STEPS", "26000"))
+STEPS = int(os.environ.get("KVTIDE_INTERNAL_STEPS", "25000"))
 MOST = 4
 number = st.integers(0, 1 << 20)
 
