@@ -56,7 +56,13 @@ class EngineMachine(RuleBasedStateMachine):
         engine = dice.choice(self.schedule.engines)
         for seat in engine.memory.seats.values():
             try:
-                seat.ledger.set_limit(seat.instance.name, size * GRANULE or None)
+                seat.ledger.set_terms(
+                    seat.instance.name,
+                    lambda t: t._replace(
+                        limit_bytes=size * GRANULE or None,
+                        min_bytes=min(t.min_bytes, size * GRANULE),
+                    ),
+                )
             except UsageError as error:
                 if "can never give back" not in str(error):
                     raise

@@ -43,6 +43,8 @@ def damage(words: memoryview, *, tables: bool = True) -> str | None:
         return "its header holds figures that cannot be"
     if not -_MAX < words[w.H_BUDGET] < _MAX or words[w.H_GRANULARITY] < 1:
         return "its header holds a budget that cannot be"
+    if _impossible([words[w.H_TOTAL], words[w.H_MARGIN], words[w.H_CAP] + 1]):
+        return "its header describes a device that cannot be"
     if tables and (
         _any_live(words, words[w.H_INSTANCES_HIGH], w.MAX_INSTANCES, w.INSTANCES_AT)
         or _any_live(words, words[w.H_POOLS_HIGH], w.MAX_POOLS, w.POOLS_AT)

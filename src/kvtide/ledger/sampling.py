@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "Ticket", "draw_ticket", "is_stale", "publish_sample", "take_sample"]
 
 _SAMPLE_TRIES: Final = 3
+_MAX_BYTES: Final = (1 << 62) - 1
 
 FRESH_NS: Final = 1_000_000_000
 FRESH_AFTER_RETIREMENT_NS: Final = 20_000_000
@@ -90,6 +91,8 @@ def publish_sample(words: memoryview, ticket: Ticket, free_bytes: int) -> Outcom
         for key in ticket.loading.keys() | loading.keys()
     )
     there_bytes = held_bytes + free_bytes - words[w.H_MARGIN] - loading_bytes
+    # Only figures that are damaged come to more than a word holds.
+    there_bytes = max(-_MAX_BYTES, min(there_bytes, _MAX_BYTES))
     budget_bytes = min(there_bytes, ceiling_bytes)
     rose = budget_bytes > words[w.H_BUDGET]
     # The number first: dying after it leaves an old budget, which the next sample mends; dying
