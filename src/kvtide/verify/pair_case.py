@@ -104,7 +104,9 @@ class Watched:
         if not snapshots:
             return
         self.samples += 1
-        self.over_budget += any(s.charged_bytes > s.budget_bytes for s in snapshots)
+        # Not the published budget: a measurement that falls into a release finds that memory
+        # neither held nor free, and lowers the budget below what is rightly charged.
+        self.over_budget += any(s.charged_bytes > s.spec.ceiling_bytes for s in snapshots)
         free = [s.free_bytes for s in snapshots]
         self.least_free = list(map(min, self.least_free or free, free))
         snapshot = snapshots[0]
@@ -251,7 +253,7 @@ def _moves(record: PairRecord) -> list[Check]:
         Check(
             "charges_within_budget",
             record.samples > 0 and record.over_budget == 0,
-            f"{record.over_budget} of {record.samples} looks above",
+            f"{record.over_budget} of {record.samples} looks above what the device lends",
         ),
     ]
 

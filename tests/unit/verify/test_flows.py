@@ -24,6 +24,7 @@ class Device:
 
     def __init__(self, second_rank_of=None, lags_bytes=0):
         self.charges, self.limits, self.greedy = {}, {}, False
+        self.lent_bytes = TOTAL_BYTES
         # An engine with another rank on a device that it has alone, where it holds less by so much.
         self.second_rank_of, self.lags_bytes = second_rank_of, lags_bytes
 
@@ -55,7 +56,7 @@ class Device:
         return [
             SimpleNamespace(
                 charged_bytes=sum(i.charged_bytes for i in instances),
-                budget_bytes=TOTAL_BYTES,
+                spec=SimpleNamespace(ceiling_bytes=self.lent_bytes),
                 free_bytes=TOTAL_BYTES - sum(i.charged_bytes for i in instances),
                 instances=instances,
             )
@@ -214,6 +215,12 @@ def test_a_pair_moves_memory():
     # 70% of the 80 MiB that were free.
     assert len(record.requests["a_alone"]) == 9
     assert record.a_peak == IDLE_BYTES + 9 * REQUEST_BYTES
+
+
+def test_charges_above_what_the_device_lends_are_noticed():
+    device = Device()
+    device.lent_bytes = TOTAL_BYTES - 2 * MIB
+    assert broken(judge_pair(pair(device))) == [("both", "charges_within_budget")]
 
 
 def test_a_starved_rank_is_one_whose_device_was_full_and_the_other_stays_in_step():
