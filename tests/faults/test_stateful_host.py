@@ -40,7 +40,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(dice=randoms)
     def start(self, dice) -> None:
-        self.schedule = Schedule(dice, self.directory, HostMemory, totals=(24, 36, 48))
+        self.schedule = Schedule(dice, self.directory, HostMemory, totals=(72, 80))
 
     @rule(kind=st.sampled_from([k for k in KINDS if k != "lose"]), dice=randoms)
     def move(self, kind, dice) -> None:
