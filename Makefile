@@ -9,7 +9,7 @@
 #   make test-timed   those that hold a bar of seconds: on a machine with nothing else to do
 #   make test-sglang  those that start SGLang, in an environment of its own; `sglang-core` the first of them
 #   make verify   the whole correctness matrix against the native engines, reports in verify-out
-#   make verify-core  the most telling cases of it for vLLM
+#   make verify-core  the most telling cases of it for vLLM, some eight minutes on two busy cores
 #   make test-web the page in a browser, the API against its description, two engines under both
 #   make quick    format, lint, types, floors, and the tests that need no engine
 
