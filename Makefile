@@ -2,9 +2,10 @@
 # given python3 (3.10 or newer) with venv, and network or a pip configuration that stands for it.
 #
 #   make demo     two real vLLM servers share one small device, and you see memory move
-#   make test     `quick`, then vLLM's own code beside ours and two real servers on one device
+#   make test     `quick`, `faults`, and what real engines show: their own sizing code beside ours,
+#                 servers of vLLM and of SGLang that share devices
 #   make engines  all tests that start real vLLM engines
-#   make faults   kills, stops, damage, full disks, other users, random steps on real memory (minutes)
+#   make faults   the protocol's every state; kills, stops, damage, full disks, other users, random steps on real memory (minutes)
 #   make soak     two real servers under bursts, kills and restarts for an hour (SOAK_MINUTES)
 #   make test-timed   those that hold a bar of seconds: on a machine with nothing else to do
 #   make test-sglang  those that start SGLang, in an environment of its own; `sglang-core` the first of them
@@ -55,12 +56,12 @@ quick: $(DEV)/.done
 	$(DEV)/bin/mypy
 	$(DEV)/bin/lint-imports --no-cache
 	$(DEV)/bin/python -m pytest $(PYTEST) -m "not torch and not engine" \
-		tests/unit tests/properties tests/model
-	$(DEV)/bin/python -m pytest $(PYTEST) -m "not long" tests/faults
+		tests/unit tests/properties
 
-# What `quick` leaves out of tests/faults. KVTIDE_INTERNAL_SCHEDULES and _STEPS make more of it.
+# The protocol's every reachable state, and what may happen to processes, files and kernels around
+# it. KVTIDE_INTERNAL_SCHEDULES and _STEPS make more of it.
 faults: $(DEV)/.done
-	$(DEV)/bin/python -m pytest $(PYTEST) --timeout 900 -s -m long tests/faults
+	$(DEV)/bin/python -m pytest $(PYTEST) --timeout 900 tests/model tests/faults
 
 SOAK_MINUTES ?= 60
 soak: $(ENGINE)/.done
