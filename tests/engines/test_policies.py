@@ -140,8 +140,8 @@ def test_limits_lowered_and_raised_under_load(pair: Pair) -> None:
     assert sampler.peak("a") > 2 * limit_bytes
 
 
-def _seconds_below_a_lower_limit(pair: Pair) -> float:
-    """From lowering the limit of an engine that sleeps until its cache is below it."""
+def _lower_the_limit_of_a_sleeper(pair: Pair) -> float:
+    """Seconds from lowering the limit of an engine that sleeps until its cache is below it."""
     tokens_of(ask(pair.a, prompts_of(31, 10, 320, 340), 16))
     until(lambda: pair.fleet.instance("a").state is State.SLEEPING, 120, "a sleeps")
     limit_bytes = 3 * SMALLEST_BYTES
@@ -154,12 +154,14 @@ def _seconds_below_a_lower_limit(pair: Pair) -> float:
 
 
 def test_an_idle_engine_goes_below_a_lower_limit_in_its_sleep(pair: Pair) -> None:
-    assert _seconds_below_a_lower_limit(pair) > 0
+    _lower_the_limit_of_a_sleeper(pair)
+    # Its extents are given whole: what it keeps is what one more would have taken below.
+    assert pair.fleet.charge("a") >= SMALLEST_BYTES
 
 
 @pytest.mark.timed
 def test_an_idle_engine_is_below_a_lower_limit_within_100_ms(pair: Pair) -> None:
-    assert _seconds_below_a_lower_limit(pair) < 0.1
+    assert _lower_the_limit_of_a_sleeper(pair) < 0.1
 
 
 def test_raising_a_limit_goes_on_without_another_request(pair: Pair) -> None:
@@ -212,8 +214,8 @@ def wish_to_grant(samples: list[Sample], name: str, size_bytes: int) -> float:
     return got - wished
 
 
-def _seconds_to_a_min(pair: Pair) -> float:
-    """From a's wish until its min is its again, while `b` is at full load."""
+def _recover_a_min(pair: Pair) -> float:
+    """Seconds from a's wish until its min is its again, while `b` is at full load."""
     (prompt,) = prompts_of(59, 1, 900, 900)
     alone = tokens_of(ask(pair.a, [prompt], 32))
     needed_bytes = pair.fleet.charge("a")
@@ -235,12 +237,12 @@ def _seconds_to_a_min(pair: Pair) -> float:
 
 
 def test_a_min_is_recovered_from_a_neighbour_at_full_load(pair: Pair) -> None:
-    assert _seconds_to_a_min(pair) > 0
+    _recover_a_min(pair)
 
 
 @pytest.mark.timed
 def test_a_min_is_recovered_from_a_neighbour_at_full_load_within_a_second(pair: Pair) -> None:
-    assert _seconds_to_a_min(pair) < 1.0
+    assert _recover_a_min(pair) < 1.0
 
 
 def test_three_priorities_under_one_pressure(pair: Pair) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 
 from kvtide.device.base import DeviceInfo
@@ -27,6 +28,7 @@ _LEAVING_SECONDS = 10.0
 
 # Kept for the life of this process: with them its leases would end.
 _taken: list[tuple[Ledger, Instance]] = []
+_leaving = threading.Lock()
 
 
 def spec_of(info: DeviceInfo, settings: Settings) -> DeviceSpec:
@@ -83,23 +85,28 @@ def take_seats(settings: Settings, default_name: str, devices: list[DeviceInfo])
 
 
 def _leave() -> None:
-    # A worker that is dying holds its lease until its memory is torn down, which no clock knows.
-    outlive_members(_LEAVING_SECONDS)
-    deadline = time.monotonic() + _LEAVING_SECONDS
-    while _taken:
-        ledger, instance = _taken.pop()
-        try:
-            instance.close()
-            # Who sees the last pool end removes what else is left; a busy ledger is tried again.
-            while ledger.retire_dead() or _is_there(ledger, instance):
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.01)
-            # And what its processes counted, where they were ended by force.
-            sweep(tallies_of(ledger.path), ledger.snapshot())
-        except LedgerError as error:
-            print(f"kvtide: {error}", file=sys.stderr, flush=True)
-        ledger.close()
+    # Who takes the server down may come while it ends by itself: the process lives till all is done.
+    with _leaving:
+        # A dying worker holds its lease until its memory is torn down, which no clock knows.
+        outlive_members(_LEAVING_SECONDS)
+        deadline = time.monotonic() + _LEAVING_SECONDS
+        while _taken:
+            _give_up(*_taken.pop(), deadline)
+
+
+def _give_up(ledger: Ledger, instance: Instance, deadline: float) -> None:
+    try:
+        instance.close()
+        # Who sees the last pool end removes what else is left; a busy ledger is tried again.
+        while ledger.retire_dead() or _is_there(ledger, instance):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        # And what its processes counted, where they were ended by force.
+        sweep(tallies_of(ledger.path), ledger.snapshot())
+    except LedgerError as error:
+        print(f"kvtide: {error}", file=sys.stderr, flush=True)
+    ledger.close()
 
 
 def _is_there(ledger: Ledger, instance: Instance) -> bool:

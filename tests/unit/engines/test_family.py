@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from kvtide.engines import seats
 from kvtide.ledger import Ledger
 
 COMMON = """
@@ -72,3 +74,30 @@ def test_the_outermost_ends_after_all_others_and_leaves_no_record(tmp_path, endi
     with Ledger.read(path) as observer:
         assert observer.snapshot().instances == ()
     print(f"{ending}: {time.monotonic() - started:.1f} s")
+
+
+def test_who_takes_it_down_waits_for_an_end_that_has_begun(monkeypatch):
+    entered, done = threading.Event(), threading.Event()
+    ends = []
+
+    def outlive(_):
+        if not entered.is_set():
+            entered.set()
+            done.wait(60)
+
+    def leave(name):
+        seats._leave()
+        ends.append(name)
+
+    monkeypatch.setattr(seats, "outlive_members", outlive)
+    first = threading.Thread(target=leave, args=("first",))
+    first.start()
+    assert entered.wait(60)
+    second = threading.Thread(target=leave, args=("second",))
+    second.start()
+    second.join(0.3)
+    assert ends == []
+    done.set()
+    first.join()
+    second.join()
+    assert ends == ["first", "second"]
