@@ -85,7 +85,7 @@ def take_seats(settings: Settings, default_name: str, devices: list[DeviceInfo])
 
 
 def _leave() -> None:
-    # Who takes the server down may come while it ends by itself: the process lives till all is done.
+    # Who takes the server down may come while it ends by itself: it lives till all is done.
     with _leaving:
         # A dying worker holds its lease until its memory is torn down, which no clock knows.
         outlive_members(_LEAVING_SECONDS)
