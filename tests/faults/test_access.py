@@ -11,6 +11,8 @@ from surroundings import Child, become, in_child
 
 from kvtide.errors import KvtideError, LedgerError
 from kvtide.ledger import Granted, Ledger
+from kvtide.observe.health import check_ledgers
+from kvtide.observe.tallies import read_tally
 from kvtide.observe.tally import Owner, Tally
 from kvtide.serve.token import Token
 from kvtide.units import MIB
@@ -276,3 +278,32 @@ def test_no_secret_is_in_what_is_said_of_it(tmp_path):
     with pytest.raises(KvtideError) as refused:
         Token(tmp_path / "kv")
     assert token.text not in str(refused.value)
+
+
+@as_root
+def test_a_group_reads_each_others_counters_and_each_has_a_token_of_its_own(shared):
+    def alice() -> str:
+        become(ALICE, GROUP)
+        ledger = Ledger.open(shared, gpu_spec())
+        _, account = enroll(ledger, "a")
+        tally = Tally(ledger.path, Owner.of_key("rank", account.key))
+        assert tally.path is not None
+        Token(shared)
+        return str(tally.path)
+
+    def bob(path: str) -> None:
+        become(BOB, GROUP)
+        assert read_tally(Path(path)) is not None
+        Token(shared)
+        assert {f"serve-{who}.token" for who in (ALICE, BOB)} <= set(modes(shared))
+        foreign = [f for f in check_ledgers(shared) if "belongs to user" in f.found]
+        assert foreign == []
+
+    path = in_child(alice)
+    in_child(lambda: bob(path))
+    assert {m for name, m in modes(shared).items() if name.endswith(".token")} == {"0600"}
+
+
+def test_a_pipe_in_the_place_of_counters_holds_no_reader_up(tmp_path):
+    os.mkfifo(tmp_path / "x.tally")
+    assert read_tally(tmp_path / "x.tally") is None

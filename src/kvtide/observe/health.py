@@ -12,6 +12,7 @@ from pathlib import Path
 from kvtide.device.census import holdings
 from kvtide.errors import LedgerBusyError, LedgerError
 from kvtide.ledger import InstanceView, Ledger, Snapshot, State
+from kvtide.ledger.directory import is_shared
 from kvtide.observe.findings import Finding, note, ok, wrong
 from kvtide.observe.tallies import leftovers, read_tally
 from kvtide.observe.tally import Owner, tallies_of
@@ -20,7 +21,7 @@ from kvtide.units import MIB, format_size
 __all__ = ["check_ledgers"]
 
 _ROOM_BYTES = 4 * MIB
-_OURS = re.compile(r".+\.(ledger|tally|wake)|serve\.token|start-[0-9a-f]{16}\.(json|\d+)")
+_OURS = re.compile(r".+\.(ledger|tally|wake)|serve(-\d+)?\.token|start-[0-9a-f]{16}\.(json|\d+)")
 
 
 def check_ledgers(directory: Path) -> Iterator[Finding]:
@@ -62,19 +63,20 @@ def _check_files(directory: Path) -> Iterator[Finding]:
     """Files of others, and such as kvtide never makes."""
     about = "files"
     entries = sorted(os.scandir(directory), key=lambda e: e.name) if directory.exists() else []
+    for_group = directory.exists() and is_shared(directory.stat())
     for entry in entries:
         try:
             found = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
             continue
         mode = stat.S_IMODE(found.st_mode)
-        if found.st_uid != os.geteuid():
+        if found.st_uid != os.geteuid() and not for_group:
             yield wrong(
                 about,
                 f"{entry.path} belongs to user {found.st_uid}",
                 "remove it, or have its owner use a KVTIDE_DIR of their own",
             )
-        elif entry.name == "serve.token" and mode & 0o077:
+        elif entry.name.endswith(".token") and mode & 0o077:
             yield wrong(
                 about,
                 f"{entry.path} can be read by others (mode {mode:04o})",

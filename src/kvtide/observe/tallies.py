@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -73,10 +74,12 @@ class Reading(NamedTuple):
 def read_tally(path: Path, after: int = 0) -> Reading | None:
     """Read a tally with the events that came after one number; None where there is none."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
         head = _head(fd)
         raw = os.pread(fd, t.FILE_BYTES, 0)
         newest = _head(fd)

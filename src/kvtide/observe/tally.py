@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
+from kvtide.ledger.directory import file_mode
+
 __all__ = ["Cause", "Kind", "Owner", "Role", "Tally", "Verb", "tallies_of"]
 
 _log = logging.getLogger(__name__)
@@ -243,6 +245,7 @@ def _make(path: Path) -> mmap.mmap:
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        os.fchmod(fd, file_mode(path.parent.stat()))
         os.posix_fallocate(fd, 0, FILE_BYTES)
         return mmap.mmap(fd, FILE_BYTES)
     except OSError:

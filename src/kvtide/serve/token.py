@@ -9,15 +9,15 @@ import stat
 from pathlib import Path
 
 from kvtide.errors import KvtideError
+from kvtide.ledger.directory import is_shared
 
 __all__ = ["Token"]
 
-_NAME = "serve.token"
 _MIN_LENGTH = 32
 
 
 class Token:
-    """Kept in the directory of the ledgers, made where there is none."""
+    """Kept in the directory of the ledgers, made where there is none; each user has one."""
 
     def __init__(self, directory: Path) -> None:
         """Read or make it.
@@ -27,9 +27,12 @@ class Token:
         KvtideError
             It cannot be made, or others could read it.
         """
-        self.path = directory / _NAME
+        self.path = directory / "serve.token"
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
+            if is_shared(directory.stat()):
+                # In a group's directory each of its users has one.
+                self.path = directory / f"serve-{os.geteuid()}.token"
             self.text = self._made() or self._read()
         except OSError as error:
             raise KvtideError(f"the token {self.path} cannot be used: {error.strerror}") from error
