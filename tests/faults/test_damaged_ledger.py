@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from surroundings import ChildDiedError, assert_whole, become, in_child
 from kvtide.errors import KvtideError, LedgerError
 from kvtide.ledger import Granted, Ledger, PoolFigures
 from kvtide.ledger import layout as w
+from kvtide.ledger.file import LOOK_SECONDS
 from kvtide.units import MIB
 from ledger_world import TOTAL, enroll, spec
 
@@ -209,6 +211,7 @@ def test_cut_under_the_living_every_use_says_so_and_touches_nothing_beyond_the_e
         account.grant(2 * MIB)
         observer = Ledger.read(ledger.path)
         os.truncate(ledger.path, size)
+        time.sleep(LOOK_SECONDS)
         said = {}
         uses = everything(ledger, instance, account) | {"observe": observer.snapshot}
         for name, use in uses.items():
@@ -228,7 +231,7 @@ def test_cut_under_the_living_every_use_says_so_and_touches_nothing_beyond_the_e
 
 
 def test_who_touches_it_just_as_it_is_cut_dies_at_once_and_leaves_nothing(directory):
-    """Between the check and the touch no program can help it: the kernel ends the process."""
+    """Between a look at its size and the touch no program can help it: the kernel ends it."""
 
     def touch() -> None:
         ledger = Ledger.open(directory, spec())

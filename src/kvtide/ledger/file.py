@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,10 @@ from kvtide.ledger.lease import drop_lease, is_leased, take_lease
 from kvtide.ledger.lock import ChangeLock
 from kvtide.ledger.records import DeviceSpec
 
-__all__ = ["LedgerFile"]
+__all__ = ["LOOK_SECONDS", "LedgerFile"]
+
+# How long a look at the file's size holds, for who only reads or stores a word.
+LOOK_SECONDS: Final = 0.1
 
 _OPENING_S: Final = 5.0
 _PATIENCE_S: Final = 1.0
@@ -53,6 +57,7 @@ class LedgerFile:
         self._identity = (found.st_ino, found.st_dev)
         self._fds = [lock_fd]
         self._probe_fd = lock_fd
+        self._look_at = 0.0
         try:
             self._lease_fd = open_description(path)
             self._fds.append(self._lease_fd)
@@ -140,8 +145,7 @@ class LedgerFile:
         if self.closed is not None:
             raise LedgerError(self.closed)
         words = self.words
-        # Before any word is touched: where a cut file ends, touching its mapping kills.
-        self._check_size()
+        self._look()
         before = words[w.H_SEQUENCE]
         if not self._lock.acquire(patience_s):
             if words[w.H_SEQUENCE] != before:
@@ -194,7 +198,7 @@ class LedgerFile:
         """
         if self.closed is not None:
             raise LedgerError(self.closed)
-        self._check_size()
+        self._look()
 
     def check_whole(self) -> None:
         """As `check`, and that what live records say can be. Raises as `check` does."""
@@ -216,10 +220,18 @@ class LedgerFile:
         if found.st_size != w.FILE_BYTES:
             raise LedgerError(self._cut(found.st_size))
 
-    def _check_size(self) -> None:
+    def _look(self) -> None:
+        """Before words are touched: where a cut file ends, touching its mapping kills.
+
+        Now and then: a system call lets other threads have the interpreter, which an engine must
+        not do in every step.
+        """
+        if time.monotonic() < self._look_at:
+            return
         size_bytes = os.fstat(self._probe_fd).st_size
         if size_bytes != w.FILE_BYTES:
             raise LedgerError(self._cut(size_bytes))
+        self._look_at = time.monotonic() + LOOK_SECONDS
 
     def _cut(self, size_bytes: int) -> str:
         return (
