@@ -48,7 +48,7 @@ verify: $(ENGINE)/.done
 verify-core: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide verify --out verify-out/core $(addprefix --case ,$(VERIFY_CORE))
 
-test: quick faults core sizing-sglang
+test: quick faults core sizing-sglang sglang-core verify-core
 
 quick: $(DEV)/.done
 	$(DEV)/bin/ruff format --check .
