@@ -50,12 +50,13 @@ verify-core: $(ENGINE)/.done
 
 test: quick faults core sizing-sglang sglang-core verify-core
 
+# The same examples every time; pytest alone, or `make faults`, looks for others.
 quick: $(DEV)/.done
 	$(DEV)/bin/ruff format --check .
 	$(DEV)/bin/ruff check .
 	$(DEV)/bin/mypy
 	$(DEV)/bin/lint-imports --no-cache
-	$(DEV)/bin/python -m pytest $(PYTEST) -m "not torch and not engine" \
+	$(DEV)/bin/python -m pytest $(PYTEST) --hypothesis-profile ci -m "not torch and not engine" \
 		tests/unit tests/properties
 
 # The protocol's every reachable state, and what may happen to processes, files and kernels around

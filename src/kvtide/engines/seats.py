@@ -25,6 +25,7 @@ _MARGIN_SHARE = 100
 # How long the others may take to end by themselves when the outermost process is at its end, and
 # how long a busy ledger is tried then.
 _LEAVING_SECONDS = 10.0
+_RETIRING_SECONDS = 10.0
 
 # Kept for the life of this process: with them its leases would end.
 _taken: list[tuple[Ledger, Instance]] = []
@@ -89,7 +90,7 @@ def _leave() -> None:
     with _leaving:
         # A dying worker holds its lease until its memory is torn down, which no clock knows.
         outlive_members(_LEAVING_SECONDS)
-        deadline = time.monotonic() + _LEAVING_SECONDS
+        deadline = time.monotonic() + _RETIRING_SECONDS
         while _taken:
             _give_up(*_taken.pop(), deadline)
 

@@ -69,16 +69,21 @@ def test_lower_priority_keeps_no_idle_memory_that_higher_priority_waits_for(worl
         act(world, data.draw)
     world.settle()
     for waiter in world.engines:
-        allowed = TOTAL if waiter.limit is None else waiter.limit - waiter.charged
         room = world.budget - world.headroom - world.charged
         before = sum(
-            w.want for w in world.engines if w.want and w is not waiter and comes_before(w, waiter)
+            can_have(w) for w in world.engines if w is not waiter and comes_before(w, waiter)
         )
-        if not waiter.want or room - before >= min(waiter.want, allowed):
+        if not waiter.want or room - before >= can_have(waiter):
             continue
         for holder in world.engines:
             if holder.priority < waiter.priority and not holder.want:
                 assert holder.idle == 0
+
+
+def can_have(waiter):
+    """Of what it waits for; below its own limit nobody makes room for the rest."""
+    allowed = TOTAL if waiter.limit is None else max(0, waiter.limit - waiter.charged)
+    return min(waiter.want, allowed)
 
 
 def comes_before(a, b):
