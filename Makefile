@@ -2,10 +2,10 @@
 # given python3 (3.10 or newer) with venv, and network or a pip configuration that stands for it.
 #
 #   make demo     two real vLLM servers share one small device, and you see memory move
-#   make test     `quick`, `faults`, and what real engines show: their own sizing code beside ours,
+#   make test     `quick`, the protocol's every state, and what real engines show: their own sizing code beside ours,
 #                 servers of vLLM and of SGLang that share devices
 #   make engines  all tests that start real vLLM engines
-#   make faults   the protocol's every state; kills, stops, damage, full disks, other users, random steps on real memory (minutes)
+#   make faults   kills, stops, damage, full disks, other users, random steps on real memory (minutes)
 #   make soak     two real servers under bursts, kills and restarts for an hour (SOAK_MINUTES)
 #   make test-timed   those that hold a bar of seconds: on a machine with nothing else to do
 #   make test-sglang  those that start SGLang, in an environment of its own; `sglang-core` the first of them
@@ -32,7 +32,7 @@ VERIFY_CORE := 'model/llama/*' 'elastic/*-wide' 'limit/*' 'order/*'
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-timed test-sglang sglang-core test-web verify verify-core quick core sizing-sglang engines faults soak format clean
+.PHONY: demo test model test-timed test-sglang sglang-core test-web verify verify-core quick core sizing-sglang engines faults soak format clean
 
 demo: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide demo --out demo-out
@@ -48,7 +48,7 @@ verify: $(ENGINE)/.done
 verify-core: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide verify --out verify-out/core $(addprefix --case ,$(VERIFY_CORE))
 
-test: quick faults core sizing-sglang sglang-core verify-core
+test: quick model core sizing-sglang sglang-core verify-core
 
 # The same examples every time; pytest alone, or `make faults`, looks for others.
 quick: $(DEV)/.done
@@ -59,10 +59,13 @@ quick: $(DEV)/.done
 	$(DEV)/bin/python -m pytest $(PYTEST) --hypothesis-profile ci -m "not torch and not engine" \
 		tests/unit tests/properties
 
-# The protocol's every reachable state, and what may happen to processes, files and kernels around
-# it. KVTIDE_INTERNAL_SCHEDULES and _STEPS make more of it.
+# The protocol's every reachable state.
+model: $(DEV)/.done
+	$(DEV)/bin/python -m pytest $(PYTEST) tests/model
+
+# What may happen to processes, files and kernels around it. KVTIDE_INTERNAL_SCHEDULES and _STEPS make more of it.
 faults: $(DEV)/.done
-	$(DEV)/bin/python -m pytest $(PYTEST) --timeout 900 tests/model tests/faults
+	$(DEV)/bin/python -m pytest $(PYTEST) --timeout 900 tests/faults
 
 SOAK_MINUTES ?= 60
 soak: $(ENGINE)/.done
