@@ -75,7 +75,7 @@ class CudaDevice:
             )
         self._device = self._call(driver.cuDeviceGet, ordinal)
         name = self._call(driver.cuDeviceGetName, 256, self._device).split(b"\0")[0].decode()
-        if not self._has("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
+        if not self._driver.has(self._device, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
             raise DeviceError(
                 f"{name} has no virtual memory management (a vGPU profile may lack it), which "
                 "kvtide needs: use another device or profile"
@@ -245,18 +245,13 @@ class CudaDevice:
     def _event_wait(self, event: Any) -> None:
         self._call(self._api.cuEventSynchronize, event)
 
-    def _has(self, attribute: str) -> bool:
-        driver = self._api
-        which = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
-        return bool(self._call(driver.cuDeviceGetAttribute, which, self._device))
-
     def _allocation_properties(self) -> Any:
         driver = self._api
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = self._ordinal
-        if self._has("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
+        if self._driver.has(self._device, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
             properties.allocFlags.gpuDirectRDMACapable = 1
         return properties
 

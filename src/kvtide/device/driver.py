@@ -54,6 +54,11 @@ class Driver:
         self.check(function.__name__, status)
         return values[0] if len(values) == 1 else tuple(values) or None
 
+    def has(self, device: Any, attribute: str) -> bool:
+        """Whether a device has what an attribute of the driver's names, without its prefix."""
+        which = getattr(self.api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
+        return bool(self.call(self.api.cuDeviceGetAttribute, which, device))
+
     def check(self, name: str, status: Any) -> None:
         """Raise if a call of this name did not succeed."""
         if status != self._success:

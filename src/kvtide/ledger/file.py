@@ -64,12 +64,11 @@ class LedgerFile:
             self.directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._fds.append(self.directory_fd)
             self._map = self._mapped()
-        except BaseException as error:
+        except OSError as error:
             self._close_descriptors()
-            if isinstance(error, OSError):
-                raise LedgerError(
-                    f"the ledger {path} cannot be mapped: {error.strerror}"
-                ) from error
+            raise LedgerError(f"the ledger {path} cannot be mapped: {error.strerror}") from error
+        except BaseException:
+            self._close_descriptors()
             raise
         self.raw = memoryview(self._map)
         self.words = self.raw.cast("q")

@@ -36,16 +36,11 @@ def check_gpus(control: Path = _CONTROL) -> Iterator[Finding]:
 def _check_gpu(driver: Driver, device: Any) -> Finding:
     info = describe(driver, device)
     about, what = f"gpu {info.uuid}", f"{info.name} of {format_size(info.total_bytes)}"
-    if not _has(driver, device, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
+    if not driver.has(device, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
         return wrong(
             about,
             f"{what} cannot map memory at addresses of choice (a vGPU profile may lack it)",
             "use another device or profile",
         )
-    rdma = _has(driver, device, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
+    rdma = driver.has(device, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
     return ok(about, f"{what} maps memory elastically, {'also' if rdma else 'not'} for RDMA")
-
-
-def _has(driver: Driver, device: Any, attribute: str) -> bool:
-    which = getattr(driver.api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
-    return bool(driver.call(driver.api.cuDeviceGetAttribute, which, device))

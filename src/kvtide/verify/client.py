@@ -7,12 +7,12 @@ import json
 import random
 import time
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Completion", "complete", "metric", "post", "random_prompts"]
+__all__ = ["Completion", "complete", "margins_of", "metric", "post", "random_prompts"]
 
 _TIMEOUT_SECONDS = 600.0
 
@@ -100,7 +100,7 @@ def complete(
             tokens = tuple(choice["token_ids"])
             details = answer.get("usage", {}).get("prompt_tokens_details") or {}
             cached = details.get("cached_tokens")
-            close = _margins(choice["logprobs"], tokens) if margins else ()
+            close = margins_of(_tops(choice["logprobs"]), tokens) if margins else ()
             if len(tokens) != max_tokens:
                 error = f"{len(tokens)} tokens came, {max_tokens} were asked for"
         except (OSError, http.client.HTTPException) as failure:
@@ -116,11 +116,30 @@ def complete(
         return list(pool.map(one, range(len(prompts))))
 
 
-def _margins(logprobs: dict[str, Any], tokens: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """Of each token the best other one, and how far behind it is; -1 where there is no other."""
+def _tops(logprobs: dict[str, Any]) -> list[dict[int, float]]:
+    """For each place the best ids and the logarithms of their probabilities."""
+    return [
+        {int(name.rpartition(":")[2]): value for name, value in top.items()}
+        for top in logprobs["top_logprobs"]
+    ]
+
+
+def margins_of(
+    tops: Sequence[Mapping[int, float]], tokens: Sequence[int]
+) -> tuple[tuple[int, float], ...]:
+    """Of each token the best other one, and how far behind it is; -1 where there is no other.
+
+    Parameters
+    ----------
+    tops
+        For each token the best ids of its place, itself among them, and the logarithms of their
+        probabilities.
+    tokens
+        The ids that were generated.
+    """
     found = []
-    for token, top in zip(tokens, logprobs["top_logprobs"], strict=True):
-        by_id = {int(name.rpartition(":")[2]): value for name, value in top.items()}
+    for token, top in zip(tokens, tops, strict=True):
+        by_id = dict(top)
         mine = by_id.pop(token)
         other = max(by_id, key=by_id.__getitem__, default=-1)
         found.append((other, float("inf") if other < 0 else mine - by_id[other]))

@@ -16,7 +16,7 @@ from kvtide.errors import UsageError
 from kvtide.sizing.model import read_model
 from kvtide.sizing.plan import make_plan
 from kvtide.sizing.request import Request
-from kvtide.verify.client import Completion, post
+from kvtide.verify.client import Completion, margins_of, post
 from kvtide.verify.servers import Options, Server
 
 __all__ = ["SGLangServer"]
@@ -134,7 +134,7 @@ class SGLangServer(Server):
         wrong = None
         if len(tokens) != max_tokens:
             wrong = f"{len(tokens)} tokens: {meta['finish_reason']}"
-        close = _margins(meta["output_top_logprobs"], tokens) if margins else ()
+        close = margins_of(_tops(meta["output_top_logprobs"]), tokens) if margins else ()
         return Completion(index, tokens, wrong, started, ended, int(meta["cached_tokens"]), close)
 
     def drop_cache(self) -> None:
@@ -154,12 +154,6 @@ def _tokens_in(kv_bytes: int, options: Options, model: Path) -> int:
     return make_plan(read_model(model, dtype=options.dtype), request, kv_bytes).num_tokens
 
 
-def _margins(top: Sequence[Any], tokens: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """Of each token the best other one, and how far behind it is; -1 where there is no other."""
-    found = []
-    for token, places in zip(tokens, top, strict=True):
-        by_id = {int(place[1]): float(place[0]) for place in places}
-        mine = by_id.pop(token)
-        other = max(by_id, key=by_id.__getitem__, default=-1)
-        found.append((other, float("inf") if other < 0 else mine - by_id[other]))
-    return tuple(found)
+def _tops(places: Sequence[Any]) -> list[dict[int, float]]:
+    """For each place the best ids and the logarithms of their probabilities."""
+    return [{int(id_): float(value) for value, id_, *_ in best} for best in places]

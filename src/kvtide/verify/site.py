@@ -54,6 +54,8 @@ class Site:
         Where the servers' logs go, by the server's name.
     size_bytes
         Of each device; on a GPU what may be used of it.
+    layout
+        `KVTIDE_LAYOUT`.
     devices
         How many host devices the ranks of a server take in turn.
 
@@ -61,8 +63,6 @@ class Site:
     ----------
     uuids
         Of the host devices.
-    layout
-        `KVTIDE_LAYOUT`.
     """
 
     def __init__(

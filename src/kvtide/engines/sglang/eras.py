@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 __all__ = ["Era", "era_of"]
@@ -57,5 +58,11 @@ class _Locks:
 
 
 def era_of(tree: Any) -> Era:
-    """The era of the SGLang whose prefix cache this is."""
-    return _Locks() if "unlock" in dir(type(tree)) else _Receipts()
+    """The era of the SGLang whose prefix cache this is; asked for every prompt, chosen once."""
+    kind: Any = type(tree)
+    return _era_of_kind(kind)
+
+
+@functools.cache
+def _era_of_kind(kind: Any) -> Era:
+    return _Locks() if "unlock" in dir(kind) else _Receipts()
