@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,13 +24,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvtide.bench.machine import machine
+from kvtide.bench.machine import cpu_seconds, machine
+from kvtide.bench.pairs import paired_ratios
 from kvtide.bench.stream import closed_loop
 from kvtide.verify.client import random_prompts
 from kvtide.verify.models import make_model
 from kvtide.verify.servers import Server
 
-TICKS = os.sysconf("SC_CLK_TCK")
 _SETTLE_S = 1.0
 KVTIDE = ("-c", "from kvtide.cli import main; main()")
 
@@ -89,24 +88,6 @@ class Lookers:
         self._serve.stdout.close()
 
 
-def _cpu_seconds(pids: list[int]) -> float:
-    """User and system time of these processes."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / TICKS
-
-
-def _ratios(above: list[float], below: list[float]) -> dict[str, float]:
-    ratios = sorted(a / b for a, b in zip(above, below, strict=True))
-    return {
-        "median": round(statistics.median(ratios), 4),
-        "min": round(ratios[0], 4),
-        "max": round(ratios[-1], 4),
-    }
-
-
 def measure(looker: str, pairs: int, requests: int, tokens: int) -> dict[str, Any]:
     """Tokens a second and CPU seconds of the server's processes, of every round."""
     with ExitStack() as stack:
@@ -132,10 +113,10 @@ def measure(looker: str, pairs: int, requests: int, tokens: int) -> dict[str, An
 
         def round_(seed: int) -> tuple[float, float]:
             prompts = random_prompts(seed, requests, 192)
-            before = _cpu_seconds(server.pids())
+            before = cpu_seconds(server.pids())
             seconds, timings = closed_loop(server.url, "m", prompts, tokens, 8)
             assert all(t.error is None for t in timings)
-            return requests * tokens / seconds, _cpu_seconds(server.pids()) - before
+            return requests * tokens / seconds, cpu_seconds(server.pids()) - before
 
         for seed in range(2):
             round_(10_000 + seed)
@@ -162,8 +143,8 @@ def measure(looker: str, pairs: int, requests: int, tokens: int) -> dict[str, An
         figures[name] = {
             "on": [round(v, 2) for v in on],
             "off": [round(v, 2) for v in off],
-            "on_to_off": _ratios(on, off),
-            "off_to_the_off_before": _ratios(off[1:], off[:-1]),
+            "on_to_off": paired_ratios(on, off),
+            "off_to_the_off_before": paired_ratios(off[1:], off[:-1]),
         }
     return figures
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtide.bench.machine import cpu_seconds
+from kvtide.bench.pairs import paired_ratios
 from kvtide.bench.stream import Timing, closed_loop, open_loop
 from kvtide.verify.client import random_prompts
 from kvtide.verify.servers import Server
@@ -97,22 +98,11 @@ def measure_serving(
         "concurrency": concurrency,
         "arguments": list(arguments),
         "tokens_per_s": {name: [round(v, 1) for v in rates] for name, rates in closed.items()},
-        "ratio": _ratios(closed),
+        "ratio": paired_ratios(closed["kvtide"], closed["native"]),
         "cpu_seconds": {name: [round(v, 2) for v in took] for name, took in worked.items()},
-        "cpu_ratio": _ratios(worked),
+        "cpu_ratio": paired_ratios(worked["kvtide"], worked["native"]),
         "open_loop_rate": round(rate, 3),
         "open_loop": {name: _latencies(timings) for name, timings in opened.items()},
-    }
-
-
-def _ratios(of_system: dict[str, list[float]]) -> dict[str, float]:
-    """kvtide against native, pair by pair."""
-    pairs = zip(of_system["kvtide"], of_system["native"], strict=True)
-    ratios = sorted(kvtide / native for kvtide, native in pairs)
-    return {
-        "median": round(statistics.median(ratios), 4),
-        "min": round(ratios[0], 4),
-        "max": round(ratios[-1], 4),
     }
 
 

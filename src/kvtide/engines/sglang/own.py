@@ -9,17 +9,14 @@ from typing import Any
 import torch
 
 from kvtide.device.cuda import CudaDevice
+from kvtide.engines.own_bytes import SOURCE_WORDS, keep_headroom, measure_beside
 from kvtide.engines.sglang.parts import Part
-from kvtide.errors import LedgerError
 from kvtide.settings import Settings
-from kvtide.units import MIB, format_size
+from kvtide.units import format_size
 
 __all__ = ["headroom_after_capture", "record_own"]
 
 _log = logging.getLogger("sglang.kvtide")
-
-# What a torch process holds beyond torch's own reserve, where nobody tells: measured on an H200.
-_CONTEXT_BYTES = 640 * MIB
 
 
 def headroom_after_capture(
@@ -47,7 +44,10 @@ def record_own(scheduler: Any, parts: Iterable[Part]) -> None:
         return
     from sglang.srt.runtime_context import get_schedule
 
-    own_bytes, source = _measure(parts)
+    assert isinstance(device, CudaDevice)
+    mapped_bytes = sum(part.memory.arena.mapped_bytes for part in parts)
+    reserved_bytes = int(torch.cuda.memory_reserved())
+    own_bytes, source = measure_beside(device, mapped_bytes, reserved_bytes)
     seat.instance.measured(own_bytes, source)
     if Settings.from_environ().post_capture:
         headroom_bytes = headroom_after_capture(
@@ -56,33 +56,14 @@ def record_own(scheduler: Any, parts: Iterable[Part]) -> None:
             own_bytes=own_bytes,
             weights_bytes=_weights_of(scheduler.tp_worker.model_runner.model),
         )
-        try:
-            # A larger one that was set by hand stands.
-            seat.ledger.set_terms(
-                seat.instance.name,
-                lambda terms: terms._replace(
-                    headroom_bytes=max(terms.headroom_bytes, headroom_bytes)
-                ),
-            )
-        except LedgerError as error:
-            # The neighbours' promises come first: this instance serves on with less kept free.
-            _log.warning("kvtide: no headroom for activations is kept: %s", error)
+        keep_headroom(seat, headroom_bytes, _log)
         _log.info(
             "kvtide: %s held beside the KV cache (by the %s), %s headroom",
             format_size(own_bytes),
-            "books of torch" if source == "torch" else "driver",
+            SOURCE_WORDS[source],
             format_size(headroom_bytes),
         )
     account.sample()
-
-
-def _measure(parts: list[Part]) -> tuple[int, str]:
-    device = parts[0].device
-    assert isinstance(device, CudaDevice)
-    told = device.own_bytes()
-    if told is None:
-        return int(torch.cuda.memory_reserved()) + _CONTEXT_BYTES, "torch"
-    return max(0, told - sum(part.memory.arena.mapped_bytes for part in parts)), "driver"
 
 
 def _weights_of(model: Any) -> int:

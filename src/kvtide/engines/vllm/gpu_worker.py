@@ -10,10 +10,11 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from kvtide.device.cuda import CudaDevice
 from kvtide.engines import family
+from kvtide.engines.own_bytes import CONTEXT_BYTES
 from kvtide.engines.reservation import StartCosts
 from kvtide.engines.seats import spec_of
 from kvtide.engines.vllm.own_figures import Graphs
-from kvtide.engines.vllm.own_memory import CONTEXT_BYTES, alone_on_device
+from kvtide.engines.vllm.own_memory import alone_on_device
 from kvtide.engines.vllm.post_capture import describe_own, measure_own, record_headroom
 from kvtide.engines.vllm.starting import announce_start
 from kvtide.engines.vllm.worker import ElasticWorker

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 
 from kvtide.device.driver import process_bytes
-from kvtide.units import MIB
+from kvtide.engines.own_bytes import CONTEXT_BYTES
 
-__all__ = ["CONTEXT_BYTES", "alone_on_device", "own_bytes"]
-
-# What a torch process holds beyond torch's own reserve, where nobody tells: measured on an H200.
-CONTEXT_BYTES = 640 * MIB
+__all__ = ["alone_on_device", "own_bytes"]
 
 
 @contextmanager

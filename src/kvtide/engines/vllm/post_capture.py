@@ -9,8 +9,7 @@ import torch
 
 from kvtide.device.base import DeviceInfo
 from kvtide.device.cuda import CudaDevice
-from kvtide.engines.vllm.own_memory import CONTEXT_BYTES
-from kvtide.errors import LedgerError
+from kvtide.engines.own_bytes import SOURCE_WORDS, keep_headroom, measure_beside
 from kvtide.sizing.capacity import activation_headroom
 from kvtide.units import format_size
 
@@ -56,11 +55,9 @@ def eager_reason(vllm_config: Any, groups: Any) -> str | None:
 
 def measure_own(worker: Any) -> tuple[int, str]:
     """What a warm worker holds beside its KV cache, in bytes, and who says so: driver or torch."""
-    endpoint = worker.kvtide
-    told = endpoint.memory.device.own_bytes()
-    if told is None:
-        return int(torch.accelerator.memory_reserved(worker.device)) + CONTEXT_BYTES, "torch"
-    return max(0, told - endpoint.memory.arena.mapped_bytes), "driver"
+    memory = worker.kvtide.memory
+    reserved_bytes = int(torch.accelerator.memory_reserved(worker.device))
+    return measure_beside(memory.device, memory.arena.mapped_bytes, reserved_bytes)
 
 
 def record_headroom(worker: Any, own_bytes: int, source: str) -> None:
@@ -86,15 +83,7 @@ def record_headroom(worker: Any, own_bytes: int, source: str) -> None:
             "kvtide: %s stay free for activations, since %s", format_size(headroom_bytes), reason
         )
     seat = endpoint.seat
-    try:
-        # A larger one that was set by hand stands.
-        seat.ledger.set_terms(
-            seat.instance.name,
-            lambda terms: terms._replace(headroom_bytes=max(terms.headroom_bytes, headroom_bytes)),
-        )
-    except LedgerError as error:
-        # The neighbours' promises come first: this instance serves on with less kept free.
-        _log.warning("kvtide: no headroom for activations is kept: %s", error)
+    keep_headroom(seat, headroom_bytes, _log)
     endpoint.memory.account.sample()
     total_bytes = device.info.total_bytes
     margin_bytes = seat.ledger.spec.margin_bytes
@@ -105,6 +94,6 @@ def record_headroom(worker: Any, own_bytes: int, source: str) -> None:
         format_size(total_bytes),
         format_size(margin_bytes),
         format_size(own_bytes),
-        "books of torch" if source == "torch" else "driver",
+        SOURCE_WORDS[source],
         format_size(headroom_bytes),
     )
