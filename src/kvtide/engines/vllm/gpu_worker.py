@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from kvtide.device.cuda import CudaDevice
 from kvtide.engines import family
-from kvtide.engines.own_bytes import CONTEXT_BYTES
+from kvtide.engines.own_bytes import CONTEXT_BYTES, measure_beside
 from kvtide.engines.reservation import StartCosts
 from kvtide.engines.seats import spec_of
 from kvtide.engines.vllm.own_figures import Graphs
@@ -85,7 +85,12 @@ class ElasticGPUWorker(ElasticWorker, Worker):  # type: ignore[misc]
     def compile_or_warm_up_model(self) -> Any:
         """Warm up and capture; what their steps name is mapped meanwhile."""
         if self.kvtide is None:
-            return super().compile_or_warm_up_model()
+            result = super().compile_or_warm_up_model()
+            # Without a KV cache too what was announced and not taken is others' from here on.
+            device = CudaDevice(self.device.index or 0)
+            reserved_bytes = int(torch.accelerator.memory_reserved(self.device))
+            self._end_start(*measure_beside(device, 0, reserved_bytes))
+            return result
         self.warming = True
         graphs = Graphs(self.model_runner)
         try:
@@ -97,12 +102,15 @@ class ElasticGPUWorker(ElasticWorker, Worker):  # type: ignore[misc]
             self.kvtide.forget_named()
         self._tell_of_own(graphs.captured_bytes)
         own_bytes, source = measure_own(self)
-        if self.kvtide_start is not None:
-            self.kvtide_start.finish(own_bytes, source)
-            self.kvtide_start = None
+        self._end_start(own_bytes, source)
         if Settings.from_environ().post_capture:
             record_headroom(self, own_bytes, source)
         return result
+
+    def _end_start(self, own_bytes: int, source: str) -> None:
+        if self.kvtide_start is not None:
+            self.kvtide_start.finish(own_bytes, source)
+            self.kvtide_start = None
 
     def _tell_of_own(self, graphs_bytes: int) -> None:
         """What torch and the driver say of this process, by kind."""
