@@ -31,12 +31,16 @@ class Sample:
         By instance.
     kernel_bytes
         What the kernel says that all processes hold of the device; None where it was not asked.
+    ceiling_bytes
+        The most that the device lends. The budget is that at most, and less where a measurement
+        falls into a release and finds that memory neither held nor free.
     """
 
     seconds: float
     budget_bytes: int
     charged_bytes: dict[str, int]
     kernel_bytes: int | None
+    ceiling_bytes: int
 
     @property
     def total_charged_bytes(self) -> int:
@@ -126,6 +130,7 @@ class MemorySampler:
                 budget_bytes=snapshot.budget_bytes,
                 charged_bytes={i.name: i.charged_bytes for i in snapshot.instances},
                 kernel_bytes=used_bytes(snapshot.spec.uuid) if ask_kernel else None,
+                ceiling_bytes=snapshot.spec.ceiling_bytes,
             )
         )
 

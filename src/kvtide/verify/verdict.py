@@ -91,9 +91,9 @@ def judge(outcome: Outcome) -> list[Check]:
     """What must hold of a run."""
     f = figures_of(outcome)
     samples = outcome.samples
-    over = sum(s.total_charged_bytes > s.budget_bytes for s in samples)
-    kernel = [(s.kernel_bytes, s.budget_bytes) for s in samples if s.kernel_bytes is not None]
-    kernel_over = sum(size_bytes > budget_bytes for size_bytes, budget_bytes in kernel)
+    over = sum(map(_is_over, [*samples[:1], *samples[:-1]], samples))
+    kernel = [(s.kernel_bytes, s.ceiling_bytes) for s in samples if s.kernel_bytes is not None]
+    kernel_over = sum(size_bytes > ceiling_bytes for size_bytes, ceiling_bytes in kernel)
     kernel_peak = max((size_bytes for size_bytes, _ in kernel), default=0)
     native_failed = sum(c.error is not None for c in outcome.native)
     return [
@@ -136,6 +136,15 @@ def judge(outcome: Outcome) -> list[Check]:
             "none by force" if not outcome.ended_by_force else f"{len(outcome.ended_by_force)} not",
         ),
     ]
+
+
+def _is_over(before: Sample, sample: Sample) -> bool:
+    """Whether more is charged than the device lends, or was granted than the budget had."""
+    charged_bytes = sample.total_charged_bytes
+    granted = charged_bytes > before.total_charged_bytes
+    if granted and sample.budget_bytes >= before.budget_bytes:
+        return charged_bytes > sample.budget_bytes
+    return charged_bytes > sample.ceiling_bytes
 
 
 def _equal(outcome: Outcome) -> int:

@@ -71,6 +71,8 @@ def test_no_ledger_is_no_sample(tmp_path):
 
 def test_the_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
-    samples = [Sample(i / 10, 64 * MIB, {"a": i * MIB, "b": MIB}, None) for i in range(40)]
+    samples = [
+        Sample(i / 10, 64 * MIB, {"a": i * MIB, "b": MIB}, None, 64 * MIB) for i in range(40)
+    ]
     draw_memory(samples, ("a", "b"), [(0.5, "a grows"), (2.0, "rest")], tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"

@@ -18,7 +18,7 @@ def _done(index, tokens=(1, 2, 3), error=None):
 def _sample(seconds, a, b, *, budget=100, kernel=None):
     kernel_bytes = (a + b if kernel is None else kernel) * MIB
     charged = {"a": a * MIB, "b": b * MIB}
-    return Sample(seconds, budget * MIB, charged, kernel_bytes)
+    return Sample(seconds, budget * MIB, charged, kernel_bytes, 100 * MIB)
 
 
 GOOD = Outcome(
@@ -41,6 +41,16 @@ def _failed(outcome):
 
 def test_a_good_run_holds():
     assert _failed(GOOD) == set()
+
+
+def test_a_budget_that_falls_below_the_charges_during_a_release_is_no_grant():
+    falling = [_sample(4, 60, 40), _sample(5, 60, 40, budget=90), _sample(6, 50, 40)]
+    assert _failed(replace(GOOD, samples=[*GOOD.samples, *falling])) == set()
+
+
+def test_a_grant_above_the_published_budget_is_seen_though_the_device_lends_more():
+    granted = [_sample(4, 60, 20, budget=90), _sample(5, 60, 35, budget=90)]
+    assert any("charges never" in t for t in _failed(replace(GOOD, samples=granted + GOOD.samples)))
 
 
 def test_the_figures():
