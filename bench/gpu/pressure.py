@@ -18,7 +18,7 @@ from typing import Any
 
 from drive import Running, save
 
-from kvtide.units import MIB
+from kvtide.units import GIB, MIB
 
 
 def main() -> int:
@@ -28,11 +28,11 @@ def main() -> int:
     setup = {
         "model": "dense",
         "max_num_seqs": 1,
-        "utilization": 0.3,
+        "utilization": 0.1,
         "max_model_len": 2048,
         "eager": True,
     }
-    reference_engine = Running({**setup, "system": "native"}, phases)
+    reference_engine = Running({**setup, "system": "native", "kv_bytes": 4 * GIB}, phases)
     ready, go = ledger / "ready", ledger / "go"
     engine = Running(
         {**setup, "system": "kvtide"},

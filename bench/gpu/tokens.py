@@ -2,9 +2,10 @@
 
     python bench/gpu/tokens.py [MODEL ...]        (dense, window, 8b)
 
-With `--together` both engines run at the same time, which is faster and makes the figures of
-device memory meaningless. The model with sliding windows runs eagerly: compiled, native itself has
-two variants of its tokens from one process to the next (results/h200/window.json).
+With `--together` both engines run at the same time, and models can be run beside each other:
+faster, and the figures of device memory mean nothing. The model with sliding windows runs eagerly:
+compiled, native itself has two variants of its tokens from one process to the next
+(results/h200/window.json).
 
 Engines are in-process, so that batches are the same in both. The last row of each model is the
 negative control: with the KV cache zeroed before each step tokens must differ.
@@ -17,19 +18,29 @@ from typing import Any
 
 from drive import Running, save
 
+from kvtide.units import GIB
+
 PHASES: dict[str, list[list[Any]]] = {
     "dense": [["generate", "a", 64, 512, 64, 1], ["generate", "b", 96, 300, 48, 2]],
     "window": [["generate", "a", 64, 512, 64, 1], ["generate", "b", 32, 1500, 32, 2]],
     "8b": [["generate", "a", 64, 512, 64, 1], ["generate", "b", 64, 1024, 32, 2]],
 }
+# With `--together`: what a native engine has, of the device and as KV cache.
+SHARES = {"dense": (0.1, 6), "window": (0.1, 6), "8b": (0.25, 12)}
 
 
 def run_both(
     setup: dict[str, Any], commands: list[list[list[Any]]], *, together: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    native = Running({**setup, "system": "native"}, commands[0])
     if not together:
+        native = Running({**setup, "system": "native"}, commands[0])
         native.finish()
+        elastic = Running({**setup, "system": "kvtide"}, commands[1])
+        return native.finish(), elastic.finish()
+    share, kv_gib = SHARES[setup["model"]]
+    setup = {**setup, "utilization": share}
+    # A size of its own: a native engine's profile does not bear neighbours who free memory.
+    native = Running({**setup, "system": "native", "kv_bytes": kv_gib * GIB}, commands[0])
     elastic = Running({**setup, "system": "kvtide"}, commands[1])
     return native.finish(), elastic.finish()
 
@@ -82,7 +93,7 @@ def main() -> int:
                     line = {k: v for k, v in line.items() if k != "log"}
                     print(f"{model:8} {name:8} {line}", flush=True)
         failed += len(ours) != len(phases) + 2
-    save("tokens", results)
+    save("tokens-" + "-".join(models), results)
     return 1 if failed else 0
 
 

@@ -1,17 +1,18 @@
 """One engine over several ranks: kvtide against native in interleaved pairs, and what goes wrong.
 
-    python bench/gpu/tp2.py [--tp 2] [--pairs 5]                    on GPUs
-    python bench/gpu/tp2.py --tp 1                                      on one
-    python bench/gpu/tp2.py --cpu [--tp 2]                              without one, small
+    python bench/gpu/tp2.py [--tp 2] [--pairs 5]         8B shape, on GPUs; about 5 minutes
+    python bench/gpu/tp2.py --tp 1                       on one
+    python bench/gpu/tp2.py --cpu [--tp 2] [--pairs 2]   tiny, without one
 
-Shown: tokens (where native equals itself), throughput in pairs, that the scheduler's process holds
-no CUDA context, the growth of a batch against the slower rank's own mapping time, one device
-starved by a third process, and what a killed worker leaves.
+Shown: tokens (where native equals itself), throughput in pairs, which processes hold a CUDA
+context and what one costs, one device starved by a third process, and that a neighbour has the
+memory of a server whose worker was killed. The growth of a batch is in `ranks.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -20,141 +21,274 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from drive import save
+from engine import COMMON, MODELS
+from strong import PROBE, site_of
 
 from kvtide.bench.stream import closed_loop
 from kvtide.ledger import Ledger
-from kvtide.verify.client import complete, random_prompts
+from kvtide.units import GIB, MIB
+from kvtide.verify.client import Completion, complete, random_prompts
 from kvtide.verify.models import ensure_model
 from kvtide.verify.servers import Server
 
 NAME = "m"
+HERE = Path(__file__).parent
+READY_SECONDS = 420
+
+CONTEXT = """
+import torch
+free = torch.cuda.mem_get_info()[0]
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import torch; torch.zeros(1, device='cuda'); "
+    "torch.cuda.empty_cache(); print('up', flush=True); input()"],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(free - torch.cuda.mem_get_info()[0])
+child.communicate("\\n")
+"""
+
+HOLD = """
+import sys, torch
+device, leave = int(sys.argv[1]), int(sys.argv[2])
+torch.cuda.set_device(device)
+held = []
+while torch.cuda.mem_get_info()[0] - leave > 64 << 20:
+    free = torch.cuda.mem_get_info()[0] - leave
+    held.append(torch.empty(min(free, 1 << 30), dtype=torch.uint8, device="cuda"))
+print(torch.cuda.mem_get_info()[0], flush=True)
+input()
+"""
 
 
-def contexts() -> list[int] | None:
-    """Pids that hold a CUDA context, as the driver tells; None without a GPU."""
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return None
-    return sorted({int(line) for line in answer.stdout.split() if line.isdigit()})
+def made(name: str, directory: Path) -> Path:
+    """A model of that shape without weights, with a tokenizer of one word a token."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**COMMON, **MODELS[name]}))
+    words = {f"w{number}": number for number in range(MODELS[name]["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(directory)
+    return directory
 
 
-class Pair:
-    """A native and a kvtide server of the same flags."""
+class Servers:
+    """A native and a kvtide server of the same flags, and a small neighbour on its devices."""
 
     def __init__(self, options: argparse.Namespace, work: Path, ledgers: Path) -> None:
-        self.options = options
-        self.ledgers = ledgers
-        self.model = ensure_model("llama", work / "models")
-        self.work = work
-        flags = ["--served-model-name", NAME, "--tensor-parallel-size", str(options.tp)]
-        flags += ["--max-model-len", "2048", "--dtype", "float32"]
-        if not options.cpu:
-            flags += ["--gpu-memory-utilization", "0.4"]
-        self.flags = flags
-        elastic = {"KVTIDE": "1", "KVTIDE_DIR": str(ledgers), "KVTIDE_NAME": "tp"}
-        native: dict[str, str] = {}
+        self.options, self.work, self.ledgers = options, work, ledgers
+        (work / "probe").mkdir()
+        common = ["--served-model-name", NAME, "--tensor-parallel-size", str(options.tp)]
+        environ = {PROBE: str(work / "probe")}
+        elastic = {"KVTIDE": "1", "KVTIDE_DIR": str(ledgers)}
         if options.cpu:
-            devices = [f"{ledgers.name}-{rank}" for rank in range(options.tp)]
-            elastic |= {
-                "KVTIDE_HOST_DEVICE": ",".join(devices),
-                "KVTIDE_HOST_MEMORY": "128MiB",
-            }
-            native["VLLM_CPU_KVCACHE_SPACE"] = "1"
+            model = small = ensure_model("llama-wide", work / "models")
+            common += ["--max-model-len", "2048", "--dtype", "float32"]
+            self.kv_bytes = 96 * MIB
+            elastic["KVTIDE_HOST_DEVICE"] = ",".join(
+                f"{ledgers.name}-{rank}" for rank in range(options.tp)
+            )
+            elastic["KVTIDE_HOST_MEMORY"] = "128MiB"
             if options.tp > 1:
-                bind = "|".join(["0", "1"] * options.tp)[: 2 * options.tp - 1]
-                native["VLLM_CPU_OMP_THREADS_BIND"] = elastic["VLLM_CPU_OMP_THREADS_BIND"] = bind
-        self.native = Server(self.model, log=work / "native.log", arguments=flags, environ=native)
-        self.elastic = Server(self.model, log=work / "kvtide.log", arguments=flags, environ=elastic)
+                environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join("01"[: options.tp])
+        else:
+            model, small = made("8b", work / "8b"), made("dense", work / "dense")
+            common += ["--max-model-len", "8192", "--dtype", "bfloat16", "--no-enforce-eager"]
+            common += ["--load-format", "dummy", "--max-num-seqs", "128"]
+            common += ["--gpu-memory-utilization", "0.2"]
+            self.kv_bytes = 16 * GIB
+            environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+            site = [str(site_of(work / "site")), str(HERE), os.environ.get("PYTHONPATH", "")]
+            environ["PYTHONPATH"] = os.pathsep.join(site)
+            # With a size of its own no engine looks at what is free, so all may start at once.
+            elastic["KVTIDE_BUDGET"] = str(24 * GIB)
+        common += ["--kv-cache-memory-bytes", str(self.kv_bytes)]
+        self.native = Server(model, log=work / "native.log", arguments=common, environ=environ)
+        self.elastic = Server(
+            model,
+            log=work / "kvtide.log",
+            arguments=common,
+            environ={**environ, **elastic, "KVTIDE_NAME": "large"},
+        )
+        self.neighbour = Server(
+            small,
+            log=work / "neighbour.log",
+            arguments=common,
+            environ={**environ, **elastic, "KVTIDE_NAME": "neighbour"},
+        )
 
     def start(self) -> None:
-        for server in (self.native, self.elastic):
+        """All at once on GPUs; one after the other where two cores have to do."""
+        servers = (self.native, self.elastic)
+        for server in servers:
             server.start()
-            server.wait_ready()
+            if self.options.cpu:
+                server.wait_ready()
+        for server in servers:
+            server.wait_ready(READY_SECONDS)
+
+    def stop(self) -> None:
+        for server in (self.native, self.elastic, self.neighbour):
+            server.stop()
+            if self.options.logs is not None and server.log.exists():
+                shutil.copy(server.log, self.options.logs)
 
 
 def tokens(url: str, seed: int) -> list[tuple[int, ...]]:
+    """One at a time, so that batches do not depend on anything."""
     prompts = random_prompts(seed, 12, 300)
-    answers = complete(url, prompts, max_tokens=48, model=NAME, concurrency=1)
-    assert all(a.error is None for a in answers)
+    return answered(complete(url, prompts, max_tokens=48, model=NAME, concurrency=1))
+
+
+def answered(answers: list[Completion]) -> list[tuple[int, ...]]:
+    assert all(a.error is None for a in answers), [a.error for a in answers if a.error][:3]
     return [a.tokens for a in answers]
 
 
-def measure(pair: Pair, pairs: int) -> dict[str, Any]:
-    rates: dict[str, list[float]] = {"native": [], "kvtide": []}
-    for round_ in range(pairs):
-        order = [("native", pair.native.url), ("kvtide", pair.elastic.url)]
-        for name, url in order if round_ % 2 == 0 else reversed(order):
-            prompts = random_prompts(round_, 48, 256)
-            seconds, timings = closed_loop(url, NAME, prompts, 64, 16)
-            assert all(t.error is None for t in timings)
-            rates[name].append(48 * 64 / seconds)
-    ratios = sorted(k / n for k, n in zip(rates["kvtide"], rates["native"], strict=True))
+def compare(servers: Servers) -> dict[str, Any]:
+    first, again = tokens(servers.native.url, 1), tokens(servers.native.url, 1)
+    ours = tokens(servers.elastic.url, 1)
+    sound = [n for n, (a, b) in enumerate(zip(first, again, strict=True)) if a == b]
     return {
-        "tokens_per_s": rates,
-        "ratio_median": statistics.median(ratios),
-        "ratio_min": ratios[0],
-        "ratio_max": ratios[-1],
+        "native_equals_itself": len(sound),
+        "of": len(first),
+        "distinct": len(set(first)),
+        "kvtide_equals_native": sum(ours[n] == first[n] for n in sound),
     }
 
 
-def held(ledgers: Path) -> dict[str, int]:
-    """Bytes charged on each device."""
+def probe(servers: Servers) -> dict[str, Any]:
+    """Which processes of the kvtide server hold a CUDA context, and what one costs."""
+    directory = servers.work / "probe"
+    (directory / "go").touch()
+    time.sleep(2)
+    told = [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+    found = {}
+    for name, server in (("kvtide", servers.elastic), ("native", servers.native)):
+        mine = set(server.pids())
+        found[name] = {one["name"]: one["contexts"] for one in told if one["pid"] in mine}
+    context = subprocess.run(
+        [sys.executable, "-c", CONTEXT], capture_output=True, text=True, check=True
+    )
+    scheduler = [c for name, c in found["kvtide"].items() if "Engine" in name]
+    assert len(scheduler) == 1, f"no one scheduler among {sorted(found['kvtide'])}"
+    return {
+        **found,
+        "scheduler": scheduler[0],
+        "context_mib": int(context.stdout.split()[-1]) / MIB,
+    }
+
+
+def measure(servers: Servers, pairs: int, requests: int, prompt: int, output: int) -> Any:
+    rates: dict[str, list[float]] = {"native": [], "kvtide": []}
+    for round_ in range(pairs + 1):
+        order = [("native", servers.native), ("kvtide", servers.elastic)]
+        for name, server in order if round_ % 2 == 0 else reversed(order):
+            prompts = random_prompts(1000 + round_, requests, prompt)
+            seconds, timings = closed_loop(server.url, NAME, prompts, output, 128)
+            assert all(t.error is None for t in timings)
+            if round_:  # the first one warms up
+                rates[name].append(requests * output / seconds)
+            server.drop_cache()
+    ratios = sorted(k / n for k, n in zip(rates["kvtide"], rates["native"], strict=True))
+    return {
+        "requests": [requests, prompt, output],
+        "tokens_per_s": {k: [round(r, 1) for r in v] for k, v in rates.items()},
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratio_min": round(ratios[0], 4),
+        "ratio_max": round(ratios[-1], 4),
+    }
+
+
+def held(ledgers: Path) -> dict[str, dict[str, int]]:
+    """Bytes charged on each device, by instance."""
     charged = {}
     for path in Ledger.existing(ledgers):
         with Ledger.read(path) as observer:
-            charged[path.name] = observer.snapshot().charged_bytes
+            found = observer.snapshot().instances
+            charged[path.name] = {one.name: one.charged_bytes for one in found}
     return charged
 
 
-def starve(pair: Pair) -> dict[str, Any]:
-    """Take most of one rank's device from outside; both ranks must agree, and requests go on."""
-    options = pair.options
+def starve(servers: Servers) -> dict[str, Any]:
+    """Take most of the last rank's device from outside; all ranks must agree, requests go on."""
+    options = servers.options
     if options.cpu:
-        last = f"{pair.ledgers.name}-{options.tp - 1}"
-        command = [sys.executable, "-m", "kvtide.device.ballast", "100MiB"]
+        last = f"{servers.ledgers.name}-{options.tp - 1}"
+        command = [sys.executable, "-m", "kvtide.device.ballast", "88MiB"]
         command += ["--total", "128MiB", "--uuid", last]
     else:
-        hold = "import torch,time; x=torch.empty(60<<30,dtype=torch.uint8,device='cuda:%d');"
-        hold += "print('held',flush=True); time.sleep(600)"
-        command = [sys.executable, "-c", hold % (options.tp - 1)]
+        command = [sys.executable, "-c", HOLD, str(options.tp - 1), str(4 * GIB)]
     ballast = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
-    assert ballast.stdout is not None
-    ballast.stdout.readline()
-    prompts = random_prompts(77, 24, 400)
-    answers = complete(pair.elastic.url, prompts, max_tokens=32, model=NAME, concurrency=12)
-    charged = held(pair.ledgers)
-    ballast.kill()
-    ballast.wait()
+    try:
+        assert ballast.stdout is not None
+        said = ballast.stdout.readline().split()
+        assert said, "the ballast ended"
+        prompts = random_prompts(77, 32, 700) if options.cpu else random_prompts(77, 96, 2000)
+        started = time.monotonic()
+        answers = complete(
+            servers.elastic.url, prompts, max_tokens=32, model=NAME, concurrency=len(prompts)
+        )
+        seconds = time.monotonic() - started
+        charged = held(servers.ledgers)
+    finally:
+        ballast.kill()
+        ballast.wait()
+    mine = {device: of["large"] for device, of in charged.items()}
     return {
+        "requests": len(answers),
         "failed": sum(a.error is not None for a in answers),
-        "charged_bytes": charged,
-        "in_step": len(set(charged.values())) == 1,
+        "seconds": round(seconds, 1),
+        "charged_mib": {device: size / MIB for device, size in mine.items()},
+        "in_step": len(set(mine.values())) == 1 and len(mine) == options.tp,
+        "ballast": said,
     }
 
 
-def kill_worker(pair: Pair) -> dict[str, Any]:
-    """Kill one worker: how long until nothing of the server is left, and nothing is charged."""
-    victim = pair.elastic.role_pid("Worker" if pair.options.tp == 1 else "Worker_TP0")
+def name_of(pid: int) -> str:
+    """As the kernel has it, cut to 15 letters."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def kill_worker(servers: Servers) -> dict[str, Any]:
+    """Kill one worker of a server that holds most of the budget; its neighbour gets it all."""
+    tp, cpu = servers.options.tp, servers.options.cpu
+    large = random_prompts(5, 24, 700) if cpu else random_prompts(5, 160, 1500)
+    answered(complete(servers.elastic.url, large, max_tokens=8, model=NAME, concurrency=64))
+    before = held(servers.ledgers)
+    victim = next(p for p in servers.elastic.pids() if "Worker" in name_of(p))
     start = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    while pair.elastic.pids() and time.monotonic() - start < 30:
+    while servers.elastic.pids() and time.monotonic() - start < 30:
         time.sleep(0.01)
     gone = time.monotonic() - start
-    for path in Ledger.existing(pair.ledgers):
-        ledger = Ledger.attach(path)
-        ledger.retire_dead()
-        ledger.close()
-    return {"gone_seconds": round(gone, 3), "charged_bytes": held(pair.ledgers)}
+    prompts = random_prompts(6, 24, 900) if cpu else random_prompts(6, 160, 6000)
+    answers = complete(
+        servers.neighbour.url, prompts, max_tokens=8, model=NAME, concurrency=len(prompts)
+    )
+    after = held(servers.ledgers)
+    budget = {}
+    for path in Ledger.existing(servers.ledgers):
+        with Ledger.read(path) as observer:
+            budget[path.name] = observer.snapshot().budget_bytes
+    return {
+        "gone_seconds": round(gone, 3),
+        "before_mib": {d: {n: b / MIB for n, b in of.items()} for d, of in before.items()},
+        "after_mib": {d: {n: b / MIB for n, b in of.items()} for d, of in after.items()},
+        "neighbour_failed": sum(a.error is not None for a in answers),
+        # More than was left beside the one that was killed, on every device.
+        "neighbour_has_it": len(after) == tp
+        and all(
+            of["neighbour"] > budget[d] - before[d]["large"] and "large" not in of
+            for d, of in after.items()
+        ),
+    }
 
 
 def main() -> int:
@@ -162,37 +296,45 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="kvtide-tp-"))
     ledgers = Path(tempfile.mkdtemp(prefix="kvtide-tp-", dir="/dev/shm"))
-    pair = Pair(options, work, ledgers)
+    servers = Servers(options, work, ledgers)
     results: dict[str, Any] = {"tp": options.tp}
+    load = (24, 256, 32) if options.cpu else (128, 512, 128)
+
+    def done(name: str, value: Any) -> None:
+        results[name] = value
+        print(name, value, flush=True)
+        save(f"tp{options.tp}-{'cpu' if options.cpu else 'gpu'}", results)
+
     try:
-        pair.start()
-        first, again = tokens(pair.native.url, 1), tokens(pair.native.url, 1)
-        ours = tokens(pair.elastic.url, 1)
-        sound = [n for n, (a, b) in enumerate(zip(first, again, strict=True)) if a == b]
-        results["tokens"] = {
-            "native_equals_itself": len(sound),
-            "of": len(first),
-            "kvtide_equals_native": sum(ours[n] == first[n] for n in sound),
-        }
-        held_by = contexts()
-        core = pair.elastic.role_pid("EngineCore")
-        results["scheduler_has_context"] = None if held_by is None else core in held_by
-        results["throughput"] = measure(pair, options.pairs)
-        results["starved"] = starve(pair)
-        results["killed"] = kill_worker(pair)
+        servers.start()
+        done("tokens", compare(servers))
+        done("throughput", measure(servers, options.pairs, *load))
+        if not options.cpu:
+            done("contexts", probe(servers))
+        done("starved", starve(servers))
+        with suppress(ProcessLookupError):
+            servers.native.stop()
+        servers.neighbour.start().wait_ready(READY_SECONDS)
+        done("killed", kill_worker(servers))
     finally:
-        for server in (pair.native, pair.elastic):
-            server.stop()
+        servers.stop()
         shutil.rmtree(ledgers, ignore_errors=True)
         shutil.rmtree(work, ignore_errors=True)
-    for name, value in results.items():
-        print(name, value, flush=True)
-    save(f"tp{options.tp}-{'cpu' if options.cpu else 'gpu'}", results)
-    good = results["tokens"]["kvtide_equals_native"] == results["tokens"]["native_equals_itself"]
-    return 0 if good and results["starved"]["failed"] == 0 else 1
+    found = results["tokens"]
+    good = (
+        found["kvtide_equals_native"] == found["native_equals_itself"] > 0
+        and results["starved"]["failed"] == 0
+        and results["starved"]["in_step"]
+        and results["killed"]["neighbour_failed"] == 0
+        and results["killed"]["neighbour_has_it"]
+        and not results.get("contexts", {"scheduler": []})["scheduler"]
+    )
+    print("ok" if good else "FAILED", flush=True)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -9,9 +9,12 @@ from typing import Any
 
 from kvtide.bench.rig import Rig, open_rig, strips_of
 from kvtide.device.base import Device
+from kvtide.observe.tallies import read_tally
 from kvtide.units import MIB
 
 __all__ = ["measure_excess", "measure_growth", "measure_single"]
+
+_GROWING = ("create", "map", "zero")
 
 
 def _floor(device: Device, address: int, sizes: Sequence[int]) -> tuple[float, float]:
@@ -39,7 +42,8 @@ def measure_growth(
     """Grow by so many bytes on demand, and give back: the product and the floor in turns.
 
     The product's time covers planning, the ledger's grant, the driver's calls, the launch of the
-    zeroing and the blocks' way into circulation.
+    zeroing and the blocks' way into circulation. `parts_ms` has the mean of what each kind of call
+    of the device took of it, and all else.
     """
     blocks = grow_bytes // block_bytes
     total = 4 * blocks
@@ -62,12 +66,17 @@ def measure_growth(
             rig.memory.trim()
             gone = time.perf_counter() - start
             raw_grown, raw_gone = _floor(device, reserve, sizes)
-            if number:  # the first one warms up
+            if not number:  # the first one warms up
+                spent_before = _spent(rig)
+            else:
                 product.append(grown)
                 shrink.append(gone)
                 floor.append(raw_grown)
                 shrink_floor.append(raw_gone)
         device.unreserve(reserve, 2 * grow_bytes)
+        spent = {verb: _spent(rig)[verb] - spent_before[verb] for verb in _GROWING}
+    parts = {verb: seconds / repeats for verb, seconds in spent.items()}
+    parts["else"] = statistics.mean(product) - sum(parts.values())
     ratios = [p / f for p, f in zip(product, floor, strict=True)]
     return {
         "layers": layers,
@@ -77,9 +86,18 @@ def measure_growth(
         "product_ms": _spread(product, 1e3),
         "floor_ms": _spread(floor, 1e3),
         "ratio": _spread(ratios, 1.0),
+        "parts_ms": {part: round(seconds * 1e3, 4) for part, seconds in parts.items()},
         "shrink_ms": _spread(shrink, 1e3),
         "shrink_floor_ms": _spread(shrink_floor, 1e3),
     }
+
+
+def _spent(rig: Rig) -> dict[str, float]:
+    """Seconds of the rank in each of its device's calls so far."""
+    reading = read_tally(rig.tally)
+    assert reading is not None
+    times = reading.times
+    return {verb: times[verb].sum_ns * 1e-9 if verb in times else 0.0 for verb in _GROWING}
 
 
 def measure_excess(

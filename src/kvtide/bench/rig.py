@@ -16,6 +16,7 @@ from kvtide.device.base import Device
 from kvtide.engines.seats import spec_of
 from kvtide.ledger import Ledger
 from kvtide.memory.extents import cap_for
+from kvtide.observe.tally import Owner
 from kvtide.pool import FreeBlocks, Geometry, Pool, Strip
 from kvtide.pool.plans import Run
 from kvtide.ranks.elastic import ElasticMemory, Seat
@@ -56,11 +57,12 @@ class SimpleCirculation:
 
 @dataclass(frozen=True)
 class Rig:
-    """Elastic memory, its blocks, and what is under it."""
+    """Elastic memory, its blocks, what is under it, and the file that its rank counts in."""
 
     memory: ElasticMemory[SimpleBlock]
     circulation: SimpleCirculation
     rank: RankMemory
+    tally: Path
 
 
 def strips_of(blocks_total: int, block_bytes: int, layers: int) -> list[Strip]:
@@ -101,4 +103,5 @@ def open_rig(device: Device, blocks_total: int, strips: Sequence[Strip]) -> Iter
         )
         size = info.granularity_bytes
         memory.adopt([[Run(offset // size, length // size) for offset, length in rank.places]])
-        yield Rig(memory, circulation, rank)
+        tally = Owner.of_key("rank", account.key).path(ledger.path)
+        yield Rig(memory, circulation, rank, tally)
