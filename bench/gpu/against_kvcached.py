@@ -2,14 +2,18 @@
 
     python bench/gpu/against_kvcached.py        some 2 minutes
 
-All engines are up at once, on the V1 runner that kvcached needs, and are asked in turn. A growth is
+All engines are up at once, on the V1 runner that kvcached needs, and are asked in turn (with
+`--after FILE` once that file is there). A growth is
 of 1 GiB right after the last one, until 9 GiB are held: the first ones may come from kvcached's
 reserve of mapped pages, and the median does not hide it. `no reserve` is kvcached without it.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 from drive import Running, save
@@ -28,13 +32,21 @@ WASTE = ("kvtide", "kvcached, default layout")
 
 
 def main() -> int:
-    setup = {"model": "8b", "utilization": 0.35, "prefix_caching": False, "runner": 1}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--after", type=Path)
+    options = parser.parse_args()
+    setup = {"model": "8b", "prefix_caching": False, "runner": 1}
     engines = {
-        name: Running({**setup, **one}, **environ) for name, (one, environ) in SYSTEMS.items()
+        name: Running({**setup, **one, "utilization": 0.32 if name in WASTE else 0.24}, **environ)
+        for name, (one, environ) in SYSTEMS.items()
     }
     results: dict[str, Any] = {}
     for name, engine in engines.items():
         results[name] = {"started": engine.wait_result()}
+    while options.after is not None and not options.after.exists():
+        time.sleep(0.5)
     for name, engine in engines.items():
         results[name]["growth"] = engine.ask("growth", 512, 9)
         print(name, results[name]["growth"], flush=True)

@@ -5,6 +5,10 @@
 Commands are JSON lists, from the command line or (with `-`) from stdin, one a line: see `Engine`.
 Run it with vLLM and kvtide importable; `drive.py` starts it. Weights are random, strong and the
 same for every system, so that tokens depend on the KV cache.
+
+The setup's `kv_bytes` is the size of the KV cache (of a native engine all that it holds): vLLM then
+takes no memory profile, which fails where neighbours start or end meanwhile. With `cpu` the engine
+runs without a GPU, to try scripts: eager, in float32, blocks of 32 tokens.
 """
 
 from __future__ import annotations
@@ -13,13 +17,28 @@ import hashlib
 import json
 import os
 import random
+import select
 import sys
 import time
-import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from strong import strengthen
+
 MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {  # 16 KiB of KV a token: a few thousand tokens fill a small host device
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 2,
+        "head_dim": 128,
+        "vocab_size": 2048,
+        "torch_dtype": "float32",
+    },
     "dense": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -77,25 +96,63 @@ COMMON = {
 }
 
 
+HOST_KV_BYTES = 256 << 20  # of a native engine without a GPU, where nobody says
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return {**COMMON, **MODELS[name]}
+
+
+def token_bytes(name: str) -> int:
+    """Bytes of KV that one token takes."""
+    config = config_of(name)
+    element_bytes = 4 if config["torch_dtype"] == "float32" else 2
+    elements = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return int(2 * elements * element_bytes)
+
+
 def write_model(name: str, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({**COMMON, **MODELS[name]}))
+    # Engines that start at the same time write the same file: whole, or not at all.
+    work = directory / f"config-{os.getpid()}"
+    work.write_text(json.dumps(config_of(name)))
+    work.replace(directory / "config.json")
     return directory
 
 
-def strengthen(model: Any) -> None:
-    """Weights by which every layer, and so the KV cache, bears on the tokens."""
+def on_gpu() -> bool:
     import torch
 
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            generator = torch.Generator(device=parameter.device)
-            generator.manual_seed(zlib.crc32(name.encode()))
-            if "norm" in name:
-                parameter.fill_(0.0 if "gemma" in type(model).__name__.lower() else 1.0)
-            elif parameter.dim() == 2:
-                scale = 1.0 if "embed" in name else parameter.shape[1] ** -0.5
-                parameter.normal_(0, scale, generator=generator)
+    return bool(torch.cuda.is_available())
+
+
+def device_memory(*, wait: bool = True) -> tuple[int, int]:
+    """Free and total bytes: of the GPU, once its work is done; of the machine without one."""
+    import torch
+
+    if not on_gpu():
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+    if wait:
+        torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return int(free), int(total)
+
+
+def torch_books() -> dict[str, int]:
+    """What torch's allocator went through; a retry is where it found the device full."""
+    import torch
+
+    if not on_gpu():
+        return {}
+    told = torch.cuda.memory_stats()
+    names = (
+        "num_ooms",
+        "num_alloc_retries",
+        "reserved_bytes.all.peak",
+        "reserved_bytes.all.current",
+    )
+    return {name: int(told.get(name, 0)) for name in names}
 
 
 class Engine:
@@ -107,7 +164,9 @@ class Engine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(setup.get("runner", 2) - 1)
+        host = setup.get("cpu", False)
+        if not host:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(setup.get("runner", 2) - 1)
         if setup["system"] == "kvtide":
             os.environ["KVTIDE"] = "1"
             os.environ["KVTIDE_NAME"] = setup.get("name", "bench")
@@ -127,6 +186,10 @@ class Engine:
 
         Worker.load_model = load_model
         model = write_model(setup["model"], Path(f"/tmp/kvtide-bench/{setup['model']}"))
+        kv_bytes = setup.get("kv_bytes")
+        if host and kv_bytes is None and setup["system"] == "native":
+            kv_bytes = HOST_KV_BYTES
+        options = {"block_size": 32, "dtype": "float32"} if host else {}
         start = time.perf_counter()
         self.llm = LLM(
             model=str(model),
@@ -134,11 +197,13 @@ class Engine:
             skip_tokenizer_init=True,
             max_model_len=setup.get("max_model_len", 8192),
             gpu_memory_utilization=setup.get("utilization", 0.6),
-            enforce_eager=setup.get("eager", False),
+            kv_cache_memory_bytes=kv_bytes,
+            enforce_eager=setup.get("eager", host),
             max_num_seqs=setup.get("max_num_seqs", 128),
             enable_prefix_caching=setup.get("prefix_caching", True),
             seed=42,
             disable_log_stats=False,
+            **options,
         )
         self.start_seconds = time.perf_counter() - start
         self.steps: list[tuple[int, ...]] = []
@@ -167,7 +232,9 @@ class Engine:
         answer = {
             "start_s": round(self.start_seconds, 1),
             "blocks": config.cache_config.num_gpu_blocks,
+            "tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
             "used_mib": self.used_mib(),
+            "total_bytes": device_memory()[1],
             "asynchronous": config.scheduler_config.async_scheduling,
             "runner": "v2"
             if self.core.model_executor.driver_worker.worker.use_v2_model_runner
@@ -179,11 +246,15 @@ class Engine:
         return answer
 
     def used_mib(self) -> int:
-        import torch
-
-        torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
+        free, total = device_memory()
         return (total - free) >> 20
+
+    def _prompts(self, requests: int, prompt: int, seed: int) -> list[dict[str, list[int]]]:
+        rng = random.Random(seed)
+        return [
+            {"prompt_token_ids": [rng.randrange(10, self.vocabulary) for _ in range(prompt)]}
+            for _ in range(requests)
+        ]
 
     def generate(
         self, name: str, requests: int, prompt: int, output: int, seed: int
@@ -191,11 +262,7 @@ class Engine:
         """Greedy tokens of seeded random prompts, all at once."""
         from vllm import SamplingParams
 
-        rng = random.Random(seed)
-        prompts = [
-            {"prompt_token_ids": [rng.randrange(10, self.vocabulary) for _ in range(prompt)]}
-            for _ in range(requests)
-        ]
+        prompts = self._prompts(requests, prompt, seed)
         sampling = SamplingParams(
             temperature=0, max_tokens=output, ignore_eos=True, detokenize=False
         )
@@ -217,6 +284,112 @@ class Engine:
             "first": tokens[0][:8],
         }
 
+    def burst(
+        self, name: str, requests: int, prompt: int, output: int, seed: int
+    ) -> dict[str, Any]:
+        """Requests that come all at once: milliseconds until each one's first token.
+
+        From vLLM's record of each request: when its core had the first token, on the monotonic
+        clock of this process, by which the burst began too.
+        """
+        from vllm import SamplingParams
+
+        prompts = self._prompts(requests, prompt, seed)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=output, ignore_eos=True, detokenize=False
+        )
+        preempted = self.preemptions()["preemptions"]
+        began = time.monotonic()
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        ended = time.monotonic()
+        return {
+            "name": name,
+            "began": round(began, 3),
+            "ended": round(ended, 3),
+            "complete": sum(len(o.outputs[0].token_ids) == output for o in outputs),
+            "ttft_ms": [round((o.metrics.first_token_ts - began) * 1e3, 2) for o in outputs],
+            "cached_tokens": sum(o.num_cached_tokens or 0 for o in outputs),
+            "preemptions": self.preemptions()["preemptions"] - preempted,
+        }
+
+    def load(
+        self,
+        until: str,
+        at_once: int,
+        prompts: Sequence[int],
+        output: int,
+        seed: int,
+        seconds: float,
+        logprobs_every: int = 0,
+    ) -> dict[str, Any]:
+        """Keep so many requests there, of these lengths in turn, until a file is or time is over.
+
+        With `logprobs_every` each such request wants its prompt's logprobs too, which takes logits
+        for every token. What is unfinished at the end is aborted, and no failure.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, scheduler = self.llm.llm_engine, self.core.scheduler
+        rng = random.Random(seed)
+        vocabulary = range(10, self.vocabulary)
+        preempted = self.preemptions()["preemptions"]
+        open_: set[str] = set()
+        sent = finished = short = with_logprobs = lacking = steps = running = used = mapped = 0
+        lowest_bytes = device_memory()[0]
+        began = time.monotonic()
+        while time.monotonic() - began < seconds and not Path(until).exists():
+            while len(open_) < at_once:
+                wants = logprobs_every > 0 and sent % logprobs_every == 0
+                name = f"load-{seed}-{sent}{'-logprobs' if wants else ''}"
+                sampling = SamplingParams(
+                    temperature=0,
+                    max_tokens=output,
+                    ignore_eos=True,
+                    detokenize=False,
+                    prompt_logprobs=1 if wants else None,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                tokens = rng.choices(vocabulary, k=prompts[sent % len(prompts)])
+                engine.add_request(name, {"type": "token", "prompt_token_ids": tokens}, sampling)
+                open_.add(name)
+                sent += 1
+            for answer in engine.step():
+                if not answer.finished:
+                    continue
+                open_.discard(answer.request_id)
+                finished += 1
+                short += len(answer.outputs[0].token_ids) != output
+                if answer.request_id.endswith("-logprobs"):
+                    with_logprobs += 1
+                    told = answer.prompt_logprobs
+                    lacking += told is None or len(told) != len(answer.prompt_token_ids)
+            steps += 1
+            running = max(running, len(scheduler.running))
+            lowest_bytes = min(lowest_bytes, device_memory(wait=False)[0])
+            if self.setup["system"] == "kvtide":
+                used = max(used, scheduler.tide.memory.used_count)
+                mapped = max(mapped, scheduler.tide.memory.pool.mapped_bytes)
+        took = time.monotonic() - began
+        engine.abort_request(list(open_))
+        while engine.has_unfinished_requests():
+            engine.step()
+        return {
+            "seconds": round(took, 2),
+            "sent": sent,
+            "finished": finished,
+            "failed": short + lacking,
+            "with_prompt_logprobs": with_logprobs,
+            "aborted_at_the_end": len(open_),
+            "steps": steps,
+            "most_running": running,
+            "most_used_blocks": used,
+            "most_mapped_mib": mapped >> 20,
+            "lowest_free_mib": lowest_bytes >> 20,
+            "preemptions": self.preemptions()["preemptions"] - preempted,
+            "torch": torch_books(),
+        }
+
     def reset(self) -> dict[str, Any]:
         """Forget the prefix cache; memory after at most two steps."""
         done = self.llm.reset_prefix_cache()
@@ -228,9 +401,30 @@ class Engine:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            if self.core.scheduler.has_requests():
-                self.core.step_fn()
+            self._attend()
         return {"used_mib": self.used_mib()}
+
+    def _attend(self) -> None:
+        """A step without requests, where a server's core would take one: a neighbour asks, memory
+        is to go, or the last batch of those scheduled ahead is still in flight."""
+        if self.core.scheduler.has_requests() or self.core.batch_queue:
+            self.core.step_fn()
+
+    def listen(self) -> Iterator[str]:
+        """Lines of stdin; between them the engine does what a server's core does when idle."""
+        waiting = b""
+        while True:
+            line, end, rest = waiting.partition(b"\n")
+            if end:
+                waiting = rest
+                yield line.decode()
+            elif select.select([0], [], [], 0.001)[0]:
+                read = os.read(0, 65536)
+                if not read:
+                    return
+                waiting += read
+            else:
+                self._attend()
 
     def zeroing(self, on: bool) -> dict[str, Any]:
         """Negative control: all of the KV cache is zeroed before each step."""
@@ -268,26 +462,60 @@ class Engine:
             "charged_mib": sum(i.charged_bytes for i in snapshot.instances) >> 20,
         }
 
+    def ceiling(self) -> dict[str, Any]:
+        """What this engine may hold of KV cache when alone, as its ledger has it."""
+        memory = self.core.scheduler.tide.memory
+        seat = next(iter(memory.seats.values()))
+        snapshot = seat.ledger.snapshot()
+        own = next(i for i in snapshot.instances if i.name == seat.instance.name)
+        pool = own.pools[0]
+        blocks = min(
+            (snapshot.budget_bytes - snapshot.withheld_bytes) // pool.block_bytes, pool.blocks_total
+        )
+        return {
+            "tokens": blocks * self.llm.llm_engine.vllm_config.cache_config.block_size,
+            "blocks": blocks,
+            "block_bytes": pool.block_bytes,
+            "budget_mib": snapshot.budget_bytes >> 20,
+            "withheld_mib": snapshot.withheld_bytes >> 20,
+            "headroom_mib": own.terms.headroom_bytes >> 20,
+            "margin_mib": snapshot.spec.margin_bytes >> 20,
+            "own_mib": own.non_kv_bytes >> 20,
+            "own_source": own.non_kv_source,
+        }
+
     def growth(self, blocks: int, repeats: int) -> dict[str, Any]:
-        """Milliseconds to grow by so many blocks on demand, from idle, and their spread."""
-        times = []
-        for _ in range(repeats + 1):
-            take, give = self._allocator()
+        """Milliseconds to grow by so many blocks on demand, one growth right after the other."""
+        take, give = self._allocator()
+        self.idle(1.0)
+        times, held = [], []
+        for _ in range(repeats):
             start = time.perf_counter()
-            held = take(blocks)
+            taken = take(blocks)
             times.append((time.perf_counter() - start) * 1e3)
-            give(held)
-            self.idle(0.3)
-        times = sorted(times[1:])
-        return {"ms_median": times[len(times) // 2], "ms_min": times[0], "ms_max": times[-1]}
+            held.append(taken)
+        for taken in held:
+            give(taken)
+        self.idle(0.5)
+        ordered = sorted(times)
+        return {
+            "ms": [round(t, 3) for t in times],
+            "ms_median": ordered[len(ordered) // 2],
+            "ms_min": ordered[0],
+            "ms_max": ordered[-1],
+        }
 
     def excess(self, counts: list[int]) -> dict[str, Any]:
-        """Device memory beyond what so many blocks need, taken one at a time; and when freed."""
+        """Device memory beyond what so many blocks need, taken one at a time; and when freed.
+
+        By the driver, from what the system itself says it has mapped before the first one.
+        """
         block_bytes = 2 * 1024 * 1024  # the 8B shape: 16 tokens
         self.idle(1.0)
-        base = self._free_bytes()
+        base = self._free_bytes() + self._mapped_bytes()
         take, give = self._allocator()
-        rows, held = [], []
+        rows: list[dict[str, Any]] = []
+        held: list[Any] = []
         for count in counts:
             while len(held) < count:
                 held += take(1)
@@ -298,11 +526,17 @@ class Engine:
         rows.append({"blocks": "10 s after", "excess_mib": (base - self._free_bytes()) / 2**20})
         return {"rows": rows}
 
-    def _free_bytes(self) -> int:
-        import torch
+    def _mapped_bytes(self) -> int:
+        """What is mapped for KV now, a reserve included, as the system itself counts it."""
+        if self.setup["system"] == "kvcached":
+            manager = self.core.scheduler.kv_cache_manager.block_pool.kv_cache_manager
+            pages = manager.page_allocator
+            count = pages.get_num_inuse_pages() + pages.get_num_reserved_pages()
+            return int(count * manager.page_size * manager.num_layers * manager.num_kv_buffers)
+        return int(self.core.scheduler.tide.memory.pool.mapped_bytes)
 
-        torch.cuda.synchronize()
-        return int(torch.cuda.mem_get_info()[0])
+    def _free_bytes(self) -> int:
+        return device_memory()[0]
 
     def _allocator(self) -> tuple[Any, Any]:
         """How the system's own pool takes and gives back blocks, growing on demand."""
@@ -361,7 +595,7 @@ class Engine:
 def main() -> int:
     engine = Engine(json.loads(sys.argv[1]))
     print("RESULT", json.dumps({"command": "started", **engine.started()}), flush=True)
-    lines = sys.stdin if sys.argv[2:] == ["-"] else sys.argv[2:]
+    lines = engine.listen() if sys.argv[2:] == ["-"] else sys.argv[2:]
     for line in lines:
         command, *arguments = json.loads(line)
         answer = getattr(engine, command)(*arguments)

@@ -41,6 +41,9 @@ def run_both(
     setup = {**setup, "utilization": share}
     # A size of its own: a native engine's profile does not bear neighbours who free memory.
     native = Running({**setup, "system": "native", "kv_bytes": kv_gib * GIB}, commands[0])
+    # What the first one has compiled the second one uses: two that compile at once tune their
+    # kernels apart, and give different tokens.
+    native.wait_result()
     elastic = Running({**setup, "system": "kvtide"}, commands[1])
     return native.finish(), elastic.finish()
 

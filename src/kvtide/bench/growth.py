@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtide.bench.rig import Rig, open_rig, strips_of
 from kvtide.device.base import Device
+from kvtide.memory.extents import Span
 from kvtide.observe.tallies import read_tally
 from kvtide.units import MIB
 
@@ -17,18 +18,16 @@ __all__ = ["measure_excess", "measure_growth", "measure_single"]
 _GROWING = ("create", "map", "zero")
 
 
-def _floor(device: Device, address: int, sizes: Sequence[int]) -> tuple[float, float]:
-    """Seconds to create and map extents of these sizes, and to unmap and release them."""
+def _floor(device: Device, base: int, spans: Sequence[Span]) -> tuple[float, float]:
+    """Seconds to create and map these extents from an address on, and to unmap and release them."""
     create, map_, unmap, release = device.create, device.map, device.unmap, device.release
     start = time.perf_counter()
     handles = []
-    at = address
-    for size in sizes:
+    for offset, size in spans:
         handle = create(size)
         assert handle is not None
-        map_(at, handle)
-        handles.append((at, handle))
-        at += size
+        map_(base + offset, handle)
+        handles.append((base + offset, handle))
     grown = time.perf_counter()
     for at, handle in handles:
         unmap(at, handle)
@@ -51,21 +50,23 @@ def measure_growth(
     floor: list[float] = []
     shrink: list[float] = []
     shrink_floor: list[float] = []
-    sizes: list[int] = []
+    spans: list[Span] = []
     with open_rig(device, total, strips_of(total, block_bytes, layers)) as rig:
         before = set(rig.rank.arena.extents)
-        reserve = device.reserve(2 * grow_bytes)
+        # Of the same size, since what a mapping costs depends on where it lies.
+        size_bytes = rig.rank.arena.size_bytes
+        reserve = device.reserve(size_bytes)
         for number in range(repeats + 1):
             start = time.perf_counter()
             done = rig.memory.grow_for(blocks, blocks)
             grown = time.perf_counter() - start
             assert done
-            sizes = [e.size_bytes for e in rig.rank.arena.extents if e not in before]
+            spans = [e for e in rig.rank.arena.extents if e not in before]
             device.fence().wait()
             start = time.perf_counter()
             rig.memory.trim()
             gone = time.perf_counter() - start
-            raw_grown, raw_gone = _floor(device, reserve, sizes)
+            raw_grown, raw_gone = _floor(device, reserve, spans)
             if not number:  # the first one warms up
                 spent_before = _spent(rig)
             else:
@@ -73,7 +74,7 @@ def measure_growth(
                 shrink.append(gone)
                 floor.append(raw_grown)
                 shrink_floor.append(raw_gone)
-        device.unreserve(reserve, 2 * grow_bytes)
+        device.unreserve(reserve, size_bytes)
         spent = {verb: _spent(rig)[verb] - spent_before[verb] for verb in _GROWING}
     parts = {verb: seconds / repeats for verb, seconds in spent.items()}
     parts["else"] = statistics.mean(product) - sum(parts.values())
@@ -81,8 +82,8 @@ def measure_growth(
     return {
         "layers": layers,
         "grow_mib": grow_bytes // MIB,
-        "extents": len(sizes),
-        "largest_extent_mib": max(sizes) // MIB,
+        "extents": len(spans),
+        "largest_extent_mib": max(span.size_bytes for span in spans) // MIB,
         "product_ms": _spread(product, 1e3),
         "floor_ms": _spread(floor, 1e3),
         "ratio": _spread(ratios, 1.0),

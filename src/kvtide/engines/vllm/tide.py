@@ -89,7 +89,9 @@ class Tide:
             needed: int = original(*args, **kwargs)
             missing = needed - free_count()
             if missing > 0 and direct and time.monotonic() >= self._missed_at:
-                if not memory.grow_for(missing, missing):
+                # One request asks, but the whole step is held up: all that it needs is wished for.
+                desired = max(missing, self._need.blocks() - free_count())
+                if not memory.grow_for(missing, desired):
                     self._missed_at = time.monotonic() + self._probe_seconds
                 missing = needed - free_count()
             # The last check of a step stands: an earlier miss was mended by preemption.
