@@ -3,9 +3,9 @@
     python bench/soak.py --minutes 60 --out soak.json
 
 Real vLLM on the CPU, on one host device of 256 MiB. One of them is killed and started again, the
-other lives through it all. Nothing may grow: memory and descriptors of a server's life, files beside
-the ledger, its rows, what the kernel says is held. Every request has to be answered that was not on
-a server when that was killed. Exit status 1 where something is not so.
+other lives through it all. Nothing may grow: memory and descriptors of a server's life, files
+beside the ledger, its rows, what the kernel says is held. Every request has to be answered that was
+not on a server when that was killed. Exit status 1 where something is not so.
 Run it in an environment that has vLLM; `--minutes 1440` is a day.
 """
 
@@ -264,7 +264,7 @@ class Soak:
     def report(self, seconds: float, own: list[tuple[int, int]]) -> dict[str, Any]:
         growths = [g for life in self.ended if (g := life.growth()) is not None]
         for g in growths:
-            # What is shorter says nothing of an hour: an engine's own allocators come and go by more.
+            # What is shorter says nothing of an hour: an engine's own allocators vary by more.
             long_enough = g["hours"] >= JUDGED_HOURS
             if long_enough and g["grown_bytes"] > ALLOWED_BYTES_PER_HOUR * g["hours"]:
                 self.wrong.append(f"{g['name']} grew by {format_size(g['grown_bytes'])}: {g}")

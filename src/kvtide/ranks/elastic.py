@@ -169,6 +169,13 @@ class ElasticMemory(Generic[B]):
             self.ranks.sample(len(self.pool.shapes))
         return False
 
+    def wish_ahead(self, blocks: int) -> None:
+        """Ask others for what they can spare before it is missed: these blocks, and some ahead."""
+        wish = self.pool.plan_growth(max(blocks, self._ahead_blocks))
+        least = self.pool.plan_growth(blocks)
+        if wish is not None and least is not None:
+            self._wish.make(self._of_devices(wish), self._of_devices(least))
+
     def hurry(self) -> None:
         """Something was freed: a device that had no memory for a grant may have it now."""
         self._backoff.hurry()

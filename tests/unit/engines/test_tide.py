@@ -20,12 +20,63 @@ class Memory:
     """Refuses all, and notes what was asked for."""
 
     def __init__(self) -> None:
-        self.ranks = SimpleNamespace(direct=True)
+        self.ranks = SimpleNamespace(direct=True, message=lambda: None)
         self.asked: list[tuple[int, int]] = []
+        self.wished_ahead: list[int] = []
+        self.free_count = 0
+        self.wishing = self.pending = self.grows = False
 
     def grow_for(self, blocks: int, desired: int) -> bool:
         self.asked.append((blocks, desired))
         return False
+
+    def grow(self, blocks: int) -> bool:
+        return self.grows
+
+    def wish_ahead(self, blocks: int) -> None:
+        self.wished_ahead.append(blocks)
+        self.wishing = True
+
+    def end_wish(self) -> None:
+        self.wishing = False
+
+    def show(self, state: object) -> None:
+        """Nobody looks."""
+
+
+def tide_that_needs(blocks: int, *, free: int, cached: int = 0) -> Any:
+    """One whose requests run and miss nothing in this step."""
+    tide: Any = Tide.__new__(Tide)
+    tide.memory = Memory()
+    tide.memory.free_count = free + cached
+    tide._pool = SimpleNamespace(free=SimpleNamespace(count=free))
+    tide._need = SimpleNamespace(blocks=lambda: blocks)
+    tide._overdue = SimpleNamespace(forget=lambda: None)
+    tide._scheduler = SimpleNamespace(running=[object()], has_unfinished_requests=lambda: True)
+    tide.watch = SimpleNamespace(search=lambda wishing: None)
+    tide._shortfall, tide._ahead_at = 0, 0.0
+    return tide
+
+
+def test_what_coming_steps_lack_is_wished_for_before_a_request_has_to_be_preempted() -> None:
+    tide = tide_that_needs(20, free=3, cached=5)
+    tide._grow_ahead()
+    tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
+    assert tide.memory.wished_ahead == [12]
+    assert tide.memory.wishing, "a step that missed nothing ended a wish for the next ones"
+
+    tide.memory.grows = True
+    tide._grow_ahead()
+    tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
+    assert not tide.memory.wishing, "it has come, and is still wished for"
+
+
+def test_a_cache_of_its_own_goes_before_that_of_others() -> None:
+    tide = tide_that_needs(20, free=3, cached=17)
+    tide._grow_ahead()
+    tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
+    assert tide.memory.wished_ahead == []
+    assert not tide.memory.wishing
 
 
 def test_a_miss_wishes_for_all_that_the_next_steps_need_and_not_for_one_request_alone() -> None:

@@ -416,3 +416,21 @@ def test_a_block_of_two_stages_is_free_when_both_back_it(make_world):
     engine.clock.now += 10
     filled(engine, 79)
     engine.check_quiet()
+
+
+def test_a_wish_ahead_names_what_is_needed_and_what_would_be_grown_ahead(make_world):
+    world = make_world()
+    engine = world.engine([(0, layers(100, 2 * MIB, 1))])
+    (seat,) = engine.memory.seats.values()
+    engine.memory.wish_ahead(3)
+    (told,) = seat.ledger.snapshot().instances
+    assert engine.memory.wishing
+    assert told.wish_bytes == 16 * MIB  # an extent of the largest size
+    engine.memory.end_wish()
+    (told,) = seat.ledger.snapshot().instances
+    assert told.wish_bytes == 0
+    # Nothing is wished for where no block is left that could ever be backed.
+    engine.step(99)
+    engine.quieten()
+    engine.memory.wish_ahead(3)
+    assert not engine.memory.wishing

@@ -63,6 +63,7 @@ class Tide:
         self.hopeless: dict[str, str] = {}
         self.asleep = False
         self._pressed = False
+        self._wishes_ahead = False
         self._owing_at = 0.0
         self._probe_seconds = _PROBE_SECONDS
         # Before these moments no further try, unless something was freed: to grow ahead of need,
@@ -122,11 +123,25 @@ class Tide:
             memory.show(State.RUNNING)
             self._give()
         self.asleep = False
-        if not idle and not memory.growing and time.monotonic() >= self._ahead_at:
-            missing = self._need.blocks() - self._pool.free.count
-            if missing > 0 and not memory.grow(missing):
-                self._ahead_at = time.monotonic() + _PROBE_SECONDS
+        if idle:
+            self._wishes_ahead = False
+        elif not memory.growing and time.monotonic() >= self._ahead_at:
+            self._grow_ahead()
         self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
+
+    def _grow_ahead(self) -> None:
+        """Have what the coming steps need; where none is left, ask for it before it is missed."""
+        memory, needed = self.memory, self._need.blocks()
+        self._wishes_ahead = False
+        missing = needed - self._pool.free.count
+        if missing <= 0 or memory.grow(missing):
+            return
+        self._ahead_at = time.monotonic() + _PROBE_SECONDS
+        # A cache of one's own goes before that of others.
+        missing = needed - memory.free_count
+        if missing > 0:
+            self._wishes_ahead = True
+            memory.wish_ahead(missing)
 
     def _owes(self) -> bool:
         """Whether to look what others may have: what has come free since they called is theirs."""
@@ -157,7 +172,8 @@ class Tide:
                     self._missed_at = time.monotonic() + self._probe_seconds
                     self._regroup(output)
         else:
-            memory.end_wish()
+            if not self._wishes_ahead:
+                memory.end_wish()
             self._overdue.forget()
             self._probe_seconds = _PROBE_SECONDS
         self.watch.search(memory.wishing)
