@@ -420,7 +420,7 @@ def test_a_block_of_two_stages_is_free_when_both_back_it(make_world):
 
 def test_a_wish_ahead_names_what_is_needed_and_what_would_be_grown_ahead(make_world):
     world = make_world()
-    engine = world.engine([(0, layers(100, 2 * MIB, 1))])
+    engine = world.engine([(0, layers(20, 2 * MIB, 1))])
     (seat,) = engine.memory.seats.values()
     engine.memory.wish_ahead(3)
     (told,) = seat.ledger.snapshot().instances
@@ -430,7 +430,8 @@ def test_a_wish_ahead_names_what_is_needed_and_what_would_be_grown_ahead(make_wo
     (told,) = seat.ledger.snapshot().instances
     assert told.wish_bytes == 0
     # Nothing is wished for where no block is left that could ever be backed.
-    engine.step(99)
+    engine.step(19)
     engine.quieten()
+    assert engine.memory.pool.usable_count == 20
     engine.memory.wish_ahead(3)
     assert not engine.memory.wishing
