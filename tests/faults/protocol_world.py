@@ -178,13 +178,13 @@ class World:
         self._few.narrow = few
 
     def close(self) -> None:
+        census.os = os
         self.waker.close()
         self.arena.close()
         self.account.close()
         self.instance.close()
         self.ledger.close()
         self.device.close()
-        census.os = os
         assert census.used_bytes(self.uuid) == 0
 
 

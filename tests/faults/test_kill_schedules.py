@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from points import Point, Points
@@ -207,41 +206,49 @@ def run_schedule(world: World, seed: int, steps: int = 2500) -> int:
     """Two lives at once, each of which is killed, stopped or interrupted somewhere, or ends."""
     dice = random.Random(seed)
     children: list[Child] = []
-    for _ in range(dice.choice((1, 1, 2))):
-        act = dice.choice(("kill", "kill", "kill", "stop", "interrupt"))
-        at = dice.randrange(steps)
-        life_seed = dice.randrange(1 << 30)
-
-        def live(act=act, at=at, life_seed=life_seed) -> None:
-            with suppress(LedgerBusyError):  # another one is stopped with the lock in its hand
-                actor = world.actor()
-                Points(act, at).run(lambda: long_script(actor, random.Random(life_seed), MOVES))
-
-        children.append(Child(live))
-        children[-1].gentle = act != "interrupt"
-        if dice.random() < 0.3:
-            children[-1].waits_for_signal()
-    for _ in range(dice.randrange(3)):
-        world.ledger.retire_dead()
-        if isinstance(world.account.grant(GRANULE), Granted):
-            world.account.refund(GRANULE)
-    for child in children:
-        if child.waits_for_signal():
-            child.send(dice.choice((signal.SIGCONT, signal.SIGKILL)))
+    try:
+        for _ in range(dice.choice((1, 1, 2))):
+            children.append(one_life(world, dice, steps))
+            if dice.random() < 0.3:
+                children[-1].waits_for_signal()
+        for _ in range(dice.randrange(3)):
+            world.ledger.retire_dead()
+            if isinstance(world.account.grant(GRANULE), Granted):
+                world.account.refund(GRANULE)
+        for child in children:
             if child.waits_for_signal():
-                child.send(signal.SIGKILL)
-        child.end()
-        assert child.error is None or not child.gentle, child.error
+                child.send(dice.choice((signal.SIGCONT, signal.SIGKILL)))
+                if child.waits_for_signal():
+                    child.send(signal.SIGKILL)
+            child.end()
+            assert child.error is None or not child.gentle, child.error
+    finally:
+        for child in children:
+            child.kill()
     world.account._file._lock.forgive()
     world.settle()
     return len(children)
 
 
+def one_life(world: World, dice: random.Random, steps: int) -> Child:
+    act = dice.choice(("kill", "kill", "kill", "stop", "interrupt"))
+    at = dice.randrange(steps)
+    life_seed = dice.randrange(1 << 30)
+
+    def live() -> None:
+        with suppress(LedgerBusyError):  # another one is stopped with the lock in its hand
+            actor = world.actor()
+            Points(act, at).run(lambda: long_script(actor, random.Random(life_seed), MOVES))
+
+    child = Child(live)
+    child.gentle = act != "interrupt"
+    return child
+
+
 @pytest.mark.parametrize("schedules", [120, pytest.param(SCHEDULES, marks=pytest.mark.long)])
-def test_random_schedules_lose_nothing_and_use_nothing_twice(tmp_path: Path, schedules):
+def test_random_schedules_lose_nothing_and_use_nothing_twice(world, schedules):
     seed = int(os.environ.get("KVTIDE_INTERNAL_SEED", "0")) or random.randrange(1, 1 << 30)
     print(f"seed {seed}, {schedules} schedules")
-    world = World(tmp_path / "kv")
     lives = 0
     for n in range(schedules):
         try:
@@ -251,5 +258,4 @@ def test_random_schedules_lose_nothing_and_use_nothing_twice(tmp_path: Path, sch
         except (AssertionError, KvtideError) as error:
             raise AssertionError(f"schedule {seed + n}") from error
     world.reuse()
-    world.close()
     print(f"{schedules} schedules of {lives} lives: no violation")

@@ -4,6 +4,7 @@ import gc
 import mmap
 import os
 import resource
+import socket
 import warnings
 
 import pytest
@@ -60,6 +61,24 @@ def outcome(act) -> str:
     return "done"
 
 
+def test_what_an_earlier_test_left_open_is_no_descriptor_that_a_child_closes():
+    """Else a test that fails makes those fail that count after it."""
+    left: list = [socket.socket()]
+    left.append(left)
+    only = [left]
+    del left
+
+    def run() -> tuple[int, int]:
+        only.clear()
+        before = descriptors()
+        gc.collect()
+        return before, descriptors()
+
+    before, after = in_child(run)
+    only[0][0].close()
+    assert before == after
+
+
 def test_a_ledger_opens_or_says_why_at_every_limit_of_descriptors_and_leaks_none(tmp_path):
     directory = tmp_path / "kv"
     Ledger.open(directory, spec()).close()
@@ -114,6 +133,7 @@ def test_sockets_of_ranks_open_or_say_why_at_every_limit_of_descriptors():
                 rank.close()
 
         use()
+        gc.collect()
         before = descriptors()
         for more in range(5):
             allow_descriptors(more)
