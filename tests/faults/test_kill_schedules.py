@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from points import Point, Points
+from points import InterruptedHereError, Point, Points
 from protocol_world import GRANULE, World, long_script, scripts
 from surroundings import Child, in_child
 
@@ -116,6 +116,45 @@ def test_interrupted_at_every_point_of_a_step_the_lock_is_free_and_all_comes_bac
         except AssertionError as error:
             raise AssertionError(f"interrupted in {step} at {passed[at].name}") from error
     assert missed <= 5 + len(tried) // 10
+    world.reuse()
+
+
+def join(world: World) -> bool:
+    """In a child: be a member like any other; whether memory could be had."""
+    actor = world.actor()
+    actor.register()
+    actor.enroll()
+    grown = actor.grow(0, 1)
+    actor.close()
+    return grown
+
+
+@pytest.mark.parametrize("step", ["register", "enroll"])
+def test_the_lease_of_a_record_that_was_interrupted_before_it_lived_keeps_nobody_out(world, step):
+    """Others find the lock free and the lease taken, by a process that lives on or dies slowly."""
+    prepare = scripts(world)[step]
+    between = [
+        n
+        for n, point in enumerate(passages(prepare))
+        if point.function == "_enliven" and point.name.endswith(("high_at], slot + 1)", "at] += 1"))
+    ]
+    assert len(between) == 2
+    for at in between:
+
+        def live_on(at=at) -> None:
+            body = prepare()
+            with suppress(InterruptedHereError):
+                Points("interrupt", at).run(body)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        child = Child(live_on)
+        try:
+            assert child.waits_for_signal()
+            assert in_child(lambda: join(world))
+        finally:
+            child.send(signal.SIGKILL)
+            child.end()
+        world.settle()
     world.reuse()
 
 

@@ -78,7 +78,7 @@ def _holders(ledger: Ledger, words: memoryview) -> dict[str, tuple[int, bool]]:
 
 
 def _bear_instance(ledger: Ledger, words: memoryview, name: str, terms: Terms) -> tuple[int, int]:
-    slot = _free_slot(words, w.INSTANCES_AT, w.MAX_INSTANCES)
+    slot = _lease_free_record(ledger, words, w.INSTANCES_AT, w.MAX_INSTANCES)
     if slot is None:
         raise LedgerError(
             f"the ledger {ledger.path} is full: {w.MAX_INSTANCES} instances are live; end some"
@@ -89,7 +89,7 @@ def _bear_instance(ledger: Ledger, words: memoryview, name: str, terms: Terms) -
     store_terms(words, at, terms)
     words[at + w.I_REVISION] = 1
     w.put_text(ledger.file.raw, at + w.I_NAME, w.NAME_BYTES, name)
-    _enliven(ledger, words, at, w.H_INSTANCES_HIGH, slot)
+    _enliven(words, at, w.H_INSTANCES_HIGH, slot)
     return slot, words[at]
 
 
@@ -114,7 +114,7 @@ def add_pool(
         _check_device(ledger)
         if not instance.live:
             raise LedgerError(f"instance {instance.name!r} was retired: it cannot have pools")
-        slot = _free_slot(words, w.POOLS_AT, w.MAX_POOLS)
+        slot = _lease_free_record(ledger, words, w.POOLS_AT, w.MAX_POOLS)
         if slot is None:
             raise LedgerError(
                 f"the ledger {ledger.path} is full: {w.MAX_POOLS} pools are live; end some engines"
@@ -127,7 +127,7 @@ def add_pool(
         words[at + w.P_BLOCKS_TOTAL] = blocks_total
         words[at + w.P_BLOCK_BYTES] = block_bytes
         w.put_text(ledger.file.raw, at + w.P_NAME, w.NAME_BYTES, pool_name)
-        _enliven(ledger, words, at, w.H_POOLS_HIGH, slot)
+        _enliven(words, at, w.H_POOLS_HIGH, slot)
         return slot, words[at]
 
 
@@ -138,10 +138,18 @@ def _check_device(ledger: Ledger) -> None:
         raise LedgerError(f"the ledger {ledger.path} was made anew by others: {why}")
 
 
-def _free_slot(words: memoryview, table_at: int, slots: int) -> int | None:
+def _lease_free_record(ledger: Ledger, words: memoryview, table_at: int, slots: int) -> int | None:
+    """Take the lease of a free record; its slot, or None where there is none.
+
+    One whose lease another process has is passed over: of a process that dies the kernel drops the
+    lock before the leases, and one that was interrupted before its record lived may live on.
+    """
     end = table_at + slots * w.RECORD_WORDS
     generations = words[table_at : end : w.RECORD_WORDS].tolist()
-    return next((slot for slot, g in enumerate(generations) if not g & 1), None)
+    for slot, generation in enumerate(generations):
+        if not generation & 1 and ledger.file.take_lease(table_at + slot * w.RECORD_WORDS):
+            return slot
+    return None
 
 
 def _clear(words: memoryview, at: int) -> None:
@@ -149,9 +157,7 @@ def _clear(words: memoryview, at: int) -> None:
         words[word] = 0
 
 
-def _enliven(ledger: Ledger, words: memoryview, at: int, high_at: int, slot: int) -> None:
-    """The lease, then the hint, then life: dying in between leaves a free record."""
-    if not ledger.file.take_lease(at):
-        raise LedgerError(f"a free record of {ledger.path} is locked by a process unknown to it")
+def _enliven(words: memoryview, at: int, high_at: int, slot: int) -> None:
+    """After the lease the hint, then life: dying in between leaves a free record."""
     words[high_at] = max(words[high_at], slot + 1)
     words[at] += 1

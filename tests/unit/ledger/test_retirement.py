@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.errors import LedgerError
 from kvtide.ledger import Granted, Ledger, State
+from kvtide.ledger import layout as w
 from kvtide.units import MIB
 from ledger_world import TOTAL, Member, enroll, spec, until
 
@@ -55,6 +57,29 @@ def test_the_dead_lose_charge_and_budget_together_and_a_sample_finds_what_they_l
     free[0] = TOTAL
     account.sample()
     assert account.grant(TOTAL) == Granted(TOTAL)
+
+
+def test_a_free_record_whose_lease_somebody_still_holds_is_passed_over(ledger, directory):
+    """The kernel drops a dying process's lock before its leases; who comes between takes others."""
+    dying = Ledger.open(directory, spec())
+    for at in (w.instance_at(0), w.instance_at(2), w.pool_at(0)):
+        assert dying.file.take_lease(at)
+    accounts = [enroll(ledger, name) for name in ("a", "b")]
+    assert [(i.slot, a.key.partition(":")[0]) for i, a in accounts] == [(1, "1"), (3, "2")]
+    assert accounts[0][1].grant(TOTAL) == Granted(TOTAL)
+    assert [i.name for i in ledger.snapshot().instances] == ["a", "b"]
+    dying.close()
+    assert enroll(ledger, "c")[0].slot == 0
+
+
+def test_records_that_are_all_live_or_still_leased_are_a_full_ledger(ledger, directory):
+    dying = Ledger.open(directory, spec())
+    for slot in range(w.MAX_POOLS):
+        assert dying.file.take_lease(w.pool_at(slot))
+    with pytest.raises(LedgerError, match="full"):
+        enroll(ledger, "a")
+    assert [i.pools for i in ledger.snapshot().instances] == [()]
+    dying.close()
 
 
 def test_who_retires_and_holds_memory_samples_at_once(ledger, directory):
