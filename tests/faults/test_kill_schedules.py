@@ -209,7 +209,7 @@ def test_stopped_at_any_point_it_costs_others_50_ms_a_miss_and_never_their_servi
     naps: list[float] = []
     real = time.sleep
     dice = random.Random(1)
-    held = 0
+    held = single = 0
     read, write = os.pipe()
     for at in sorted(dice.sample(sorted({p: n for n, p in enumerate(points)}.values()), 25)):
         child = acted(prepare, "stop", at, lambda stack: os.write(write, pickle.dumps(stack)))
@@ -230,8 +230,11 @@ def test_stopped_at_any_point_it_costs_others_50_ms_a_miss_and_never_their_servi
         held += isinstance(answer, Refusal)
         if isinstance(answer, Refusal):
             naps.clear()
+            pause_ends = world.account._file._lock._patient_from
             assert isinstance(world.account.grant(GRANULE), Refusal)
-            assert sum(naps) == 0, "after a miss tries are single for a while"
+            if time.monotonic() < pause_ends:  # a machine may be busy for all of the pause
+                assert sum(naps) == 0, "after a miss tries are single for a while"
+                single += 1
         monkeypatch.setattr(time, "sleep", real)
         # Looking takes no lock.
         assert any(i.name == "neighbour" for i in world.ledger.snapshot().instances)
@@ -252,6 +255,7 @@ def test_stopped_at_any_point_it_costs_others_50_ms_a_miss_and_never_their_servi
     os.close(read)
     os.close(write)
     world.reuse()
+    assert single or not held, "not once was a try made within the pause"
     assert held or step == "shrink", "not once was it stopped with the lock in its hand"
 
 
