@@ -2,10 +2,11 @@
 # given python3 (3.10 or newer) with venv, and network or a pip configuration that stands for it.
 #
 #   make demo     two real vLLM servers share one small device, and you see memory move
-#   make test     `quick`, the protocol's every state, and what real engines show: their own sizing code beside ours,
-#                 servers of vLLM and of SGLang that share devices
+#   make test     `quick`, the protocol's every state, faults and kills, and what real engines show: their own sizing
+#                 code beside ours, servers of vLLM and of SGLang that share devices
 #   make engines  all tests that start real vLLM engines
-#   make faults   kills, stops, damage, full disks, other users, random steps on real memory (minutes)
+#   make faults   kills, stops, damage, full disks, other users, random steps on real memory (minutes);
+#                 `faults-core` all of them, with fewer random ones
 #   make soak     two real servers under bursts, kills and restarts for an hour (SOAK_MINUTES)
 #   make test-timed   those that hold a bar of seconds: on a machine with nothing else to do
 #   make test-sglang  those that start SGLang, in an environment of its own; `sglang-core` the first of them
@@ -32,7 +33,7 @@ VERIFY_CORE := 'model/llama/*' 'elastic/*-wide' 'limit/*' 'order/*'
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test model test-timed test-sglang sglang-core test-web verify verify-core quick core sizing-sglang engines faults soak format clean
+.PHONY: demo test model test-timed test-sglang sglang-core test-web verify verify-core quick core sizing-sglang engines faults faults-core soak format clean
 
 demo: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide demo --out demo-out
@@ -48,7 +49,7 @@ verify: $(ENGINE)/.done
 verify-core: $(ENGINE)/.done
 	$(ENGINE)/bin/kvtide verify --out verify-out/core $(addprefix --case ,$(VERIFY_CORE))
 
-test: quick model core sizing-sglang sglang-core verify-core
+test: quick model faults-core core sizing-sglang sglang-core verify-core
 
 # The same examples every time; pytest alone, or `make faults`, looks for others.
 quick: $(DEV)/.done
@@ -64,7 +65,11 @@ model: $(DEV)/.done
 	$(DEV)/bin/python -m pytest $(PYTEST) tests/model
 
 # What may happen to processes, files and kernels around it. KVTIDE_INTERNAL_SCHEDULES and _STEPS make more of it.
-faults: $(DEV)/.done
+# `faults-core` makes less of what is random: some five minutes on two cores.
+faults-core: export KVTIDE_INTERNAL_SCHEDULES ?= 500
+faults-core: export KVTIDE_INTERNAL_STEPS ?= 10000
+faults-core: export KVTIDE_INTERNAL_RANK_KILLS ?= 75
+faults faults-core: $(DEV)/.done
 	$(DEV)/bin/python -m pytest $(PYTEST) --timeout 900 tests/faults
 
 SOAK_MINUTES ?= 60
