@@ -31,6 +31,9 @@ class PaperMemory:
     def free_bytes(self) -> int:
         return max(0, self.total_bytes - self.held_bytes - self.foreign_bytes)
 
+    def close(self) -> None:
+        return None
+
 
 class _Fence:
     def passed(self) -> bool:

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvtide.errors import DeviceError, RankLostError
@@ -76,6 +77,14 @@ class Schedule:
         self.happened: Counter[str] = Counter()
         devices = dice.choice((1, 2, 2, 4))
         self.world = World(directory, devices, dice.choice(totals) * GRANULE, memory)
+        # Whose dice hypothesis draws may be told in the middle that there are no more.
+        with ExitStack() as given_up:
+            given_up.callback(self.close)
+            self._people(devices)
+            given_up.pop_all()
+
+    def _people(self, devices: int) -> None:
+        dice = self.dice
         # Another instance on every device that only wishes, and before all others.
         self.outsiders = [
             ledger.register("outsider", explicit=True) for ledger in self.world.ledgers.values()
@@ -101,6 +110,12 @@ class Schedule:
         self.engines = self.world.engines
         self.requests: dict[Engine, list[list[int]]] = {e: [] for e in self.engines}
         self.lost = False
+
+    def close(self) -> None:
+        """End all engines, and let go of the ledgers and of the memory."""
+        self.world.close()
+        for memory in self.world.memories.values():
+            memory.close()
 
     def run(self, moves: int) -> None:
         for _ in range(moves):

@@ -14,6 +14,7 @@ from host_backed import HostMemory
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from surroundings import descriptors
 
 from kvtide.errors import LedgerError, UsageError
 from kvtide.memory import carrying
@@ -146,13 +147,39 @@ class EngineMachine(RuleBasedStateMachine):
                 schedule.dice = random.Random(1)
                 schedule.rest()
         finally:
-            for engine in schedule.engines:
-                engine.close()
-            for ledger in schedule.world.ledgers.values():
-                ledger.close()
-            for memory in schedule.world.memories.values():
-                memory.close()
+            schedule.close()
             shutil.rmtree(self.directory)
+
+
+class FewDice(random.Random):
+    """Ends after so many draws, as hypothesis does when an example grows too large."""
+
+    class NoMoreError(Exception):
+        pass
+
+    def __init__(self, draws: int) -> None:
+        super().__init__(draws)
+        self.left = draws
+
+    def choice(self, seq):
+        if self.left == 0:
+            raise self.NoMoreError
+        self.left -= 1
+        return super().choice(seq)
+
+
+def test_a_schedule_that_is_given_up_while_it_is_made_leaves_nothing_open(tmp_path):
+    given_up = 0
+    for draws in range(20):
+        directory = tmp_path / str(draws)
+        directory.mkdir(mode=0o700)
+        before = descriptors()
+        try:
+            Schedule(FewDice(draws), directory, HostMemory, totals=(72, 80)).close()
+        except FewDice.NoMoreError:
+            given_up += 1
+        assert descriptors() == before, f"after {draws} draws"
+    assert 5 < given_up < 20
 
 
 def run_steps(machine: type[RuleBasedStateMachine], steps: int, each: int) -> None:
