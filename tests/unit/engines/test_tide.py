@@ -79,31 +79,25 @@ def test_a_cache_of_its_own_goes_before_that_of_others() -> None:
     assert not tide.memory.wishing
 
 
-def test_a_miss_wishes_for_all_that_the_next_steps_need_and_not_for_one_request_alone() -> None:
+@pytest.mark.parametrize(
+    ("free", "needed_soon", "asked"),
+    [(3, 43, (5, 40)), (0, 2, (8, 8))],
+    ids=["all that the next steps need", "never less than it missed"],
+)
+def test_a_miss_wishes_for_more_than_one_request(
+    free: int, needed_soon: int, asked: tuple[int, int]
+) -> None:
     memory: Any = Memory()
     tide: Any = Tide.__new__(Tide)
     tide.memory, tide._missed_at, tide._probe_seconds = memory, 0.0, 60.0
-    tide._pool = SimpleNamespace(get_num_free_blocks=lambda: 3)
-    tide._need = SimpleNamespace(blocks=lambda: 43)
+    tide._pool = SimpleNamespace(get_num_free_blocks=lambda: free)
+    tide._need = SimpleNamespace(blocks=lambda: needed_soon)
     coordinator = SimpleNamespace(get_num_blocks_to_allocate=lambda: 8)
     tide._measure_allocations(coordinator)
 
     assert coordinator.get_num_blocks_to_allocate() == 8
-    assert memory.asked == [(5, 40)]
-    assert tide._shortfall == 5
+    assert memory.asked == [asked]
+    assert tide._shortfall == 8 - free
     # Refused once, it is not asked again in this step.
     coordinator.get_num_blocks_to_allocate()
     assert len(memory.asked) == 1
-
-
-def test_a_miss_never_asks_for_less_than_it_missed() -> None:
-    memory: Any = Memory()
-    tide: Any = Tide.__new__(Tide)
-    tide.memory, tide._missed_at, tide._probe_seconds = memory, 0.0, 60.0
-    tide._pool = SimpleNamespace(get_num_free_blocks=lambda: 0)
-    tide._need = SimpleNamespace(blocks=lambda: 2)
-    coordinator = SimpleNamespace(get_num_blocks_to_allocate=lambda: 8)
-    tide._measure_allocations(coordinator)
-
-    coordinator.get_num_blocks_to_allocate()
-    assert memory.asked == [(8, 8)]
