@@ -39,6 +39,9 @@ class _Outermost:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + self.address)
         self._listener.listen(64)
+        self._listener.setblocking(False)
+        # Whoever has come is either still to be accepted or among the members.
+        self._admitting = threading.RLock()
         self._members: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, connection
         # Those of them that said goodbye: they live on until the last of them is torn down.
         self._leaving: set[int] = set()
@@ -66,21 +69,33 @@ class _Outermost:
                     self._dismiss(descriptor, poll)
 
     def _admit(self, poll: select.poll, connections: dict[int, int]) -> None:
-        connection, _ = self._listener.accept()
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        pid, uid, _ = _UCRED.unpack(raw)
-        if uid != os.getuid():
-            connection.close()
-            return
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self.end(f"process {pid} of this server ended unexpectedly", 1)
-        self.closing = False
-        self._members[pidfd] = (pid, connection)
+        with self._admitting:
+            come = self._accept()
+            if come is None:
+                return
+            pid, connection = come
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self.end(f"process {pid} of this server ended unexpectedly", 1)
+            self.closing = False
+            self._members[pidfd] = (pid, connection)
         connections[connection.fileno()] = pidfd
         poll.register(pidfd, select.POLLIN)
         poll.register(connection, select.POLLIN)
+
+    def _accept(self) -> tuple[int, socket.socket] | None:
+        """The next process of this user that has come; None when there is none."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return None
+            raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            pid, uid, _ = _UCRED.unpack(raw)
+            if uid == os.getuid():
+                return pid, connection
+            connection.close()
 
     def _hear(self, descriptor: int, poll: select.poll, connections: dict[int, int]) -> None:
         pidfd = connections[descriptor]
@@ -117,7 +132,12 @@ class _Outermost:
 
     def outlive(self, seconds: float) -> None:
         """Return when every member is gone; what lives on after some time is killed."""
-        pids = [pid for pid, _ in list(self._members.values())]
+        with self._admitting:
+            come = [*self._members.values()]
+            # The thread that listens may not have had its turn since the last ones came.
+            while (late := self._accept()) is not None:
+                come.append(late)
+        pids = [pid for pid, _ in come]
         for pid in _living(pids, seconds):
             _kill(pid)
         _living(pids, _DYING_SECONDS)

@@ -76,6 +76,25 @@ def test_the_outermost_ends_after_all_others_and_leaves_no_record(tmp_path, endi
     print(f"{ending}: {time.monotonic() - started:.1f} s")
 
 
+def test_who_came_and_was_not_heard_yet_is_outlived_too(tmp_path):
+    environ = {
+        "PATH": "/usr/bin:/bin",
+        "KVTIDE_DIR": str(tmp_path / "ledgers"),
+        "KVTIDE_HOST_MEMORY": "64MiB",
+        "MEMBER": MEMBER + ENDINGS["never"],
+    }
+    deaf = COMMON.replace("family.join()", "family._Outermost._admit = lambda *_: time.sleep(600)")
+    outermost = OUTERMOST.replace(COMMON, deaf + "family.join()\n")
+    done = subprocess.run(
+        [sys.executable, "-c", outermost], env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not is_alive(int(done.stdout))
+    (path,) = Ledger.existing(tmp_path / "ledgers")
+    with Ledger.read(path) as observer:
+        assert observer.snapshot().instances == ()
+
+
 def test_who_takes_it_down_waits_for_an_end_that_has_begun(monkeypatch):
     entered, done = threading.Event(), threading.Event()
     ends = []
