@@ -45,9 +45,9 @@ def run_verify(
 ) -> bool:
     """Run it and write the report into `out` after each case; whether every check held.
 
-    With `resume`, cases that held in the report that lies there, with the same engine and kvtide on
-    the same machine, are taken over from it, also where `patterns` do not choose them. `extra` are
-    further variables of every server.
+    With `resume`, cases of the report that lies there, with the same engine and kvtide on the same
+    machine, are taken over from it: those that held, and all that `patterns` do not choose, which
+    may have failed or been skipped. `extra` are further variables of every server.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def run_verify(
                 names = ", ".join(case.name for case in every)
                 raise UsageError(f"no case is like {pattern!r}; there are {names}")
         setup = describe_setup(engine, kind.distributions, backend, tp, [m.name for m in chosen])
-        known = _held_before(out, setup) if resume else {}
+        known = _taken_over(out, setup, [case.name for case in wanted]) if resume else {}
         cases = [case for case in every if case in wanted or case.name in known]
         parts = {part for c in cases if c.name not in known for part in c.name.split("/")}
         if not models:
@@ -132,14 +132,24 @@ def _other(text: str | None, backend: str) -> tuple[type[Server], str] | None:
     return find_engine(name, backend), python
 
 
-def _held_before(out: Path, setup: Setup) -> dict[str, CaseResult]:
-    """The cases of an earlier report that held under the same conditions."""
+def _taken_over(out: Path, setup: Setup, wanted: Sequence[str]) -> dict[str, CaseResult]:
+    """What need not run again of an earlier report under the same conditions.
+
+    A case that is not wanted now keeps its result whatever it is: a report that lost its failures
+    would say that every check held.
+    """
     try:
         earlier = msgspec.json.decode((out / REPORT).read_bytes(), type=Verdict)
     except (FileNotFoundError, msgspec.DecodeError):
         return {}
     was, now = (msgspec.structs.replace(s, started="", models=()) for s in (earlier.setup, setup))
-    return {c.name: c for c in earlier.cases if c.state == "ok"} if was == now else {}
+    if was != now:
+        return {}
+    return {
+        case.name: case
+        for case in earlier.cases
+        if case.state == "ok" or (case.state != "not run" and case.name not in wanted)
+    }
 
 
 def _make_tiny(models: Sequence[Model], work: Path) -> None:

