@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ _TIGHT_BYTES = 96 * MIB
 _SHORT_LEN = 2048
 # Below what two engines of the smallest tiny model need for one request each.
 _ORDER_BYTES = 96 * MIB
+_REASON_CHARS = 300
 
 Judged = list[tuple[str, Check]]
 
@@ -167,10 +169,17 @@ def _fp8(model: Model) -> Callable[[Bench], Seen]:
         seen = _both(bench, low, options, "auto")
         native: Life = seen.record[0]
         if not native.ready:
-            raise Skipped(f"the native engine has no fp8 KV cache here: {native.error}"[:300])
+            why = _cause(native.error or "")
+            raise Skipped(f"the native engine has no fp8 KV cache here: {why}")
         return seen
 
     return run
+
+
+def _cause(error: str) -> str:
+    """The first exception that the end of a log names, or else what is said of the server."""
+    found = re.search(r"\b\w+(?:Error|Exception): .+", error)
+    return (found[0] if found else error.partition("\n")[0])[:_REASON_CHARS]
 
 
 def _pair(model: Model, *, tp: int | None = None, mixed: bool = False) -> Callable[[Bench], Seen]:
