@@ -30,6 +30,7 @@ _HARMLESS = re.compile(
     r"resource_tracker: There appear to be \d+ leaked|^nanobind: leaked \d+|^ - leaked \w+ "
 )
 _SHOWN = 5
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 class Life(msgspec.Struct):
@@ -126,13 +127,17 @@ def drop_cache(server: Server, life: Life) -> None:
 def find_errors(log: Path, end_mark: str = "", end_noise: str = "") -> list[str]:
     """The first lines of a log that tell of an error.
 
-    From the line with `end_mark` on, those that match `end_noise` are the engine's own way to end.
+    From the line with `end_mark` on, those that match `end_noise` are the engine's own way to end;
+    a traceback is matched with what was raised behind it.
     """
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     ending, found = False, []
-    for line in lines:
+    for number, line in enumerate(lines):
         ending = ending or bool(end_mark and end_mark in line)
-        noise = _HARMLESS.search(line) or (ending and end_noise and re.search(end_noise, line))
+        told = line
+        if line == _TRACEBACK:
+            told += next((f" {n}" for n in lines[number + 1 :] if n and not n.startswith(" ")), "")
+        noise = _HARMLESS.search(line) or (ending and end_noise and re.search(end_noise, told))
         if _ERRORS.search(line) and not noise:
             found.append(line)
     return found[:_SHOWN]

@@ -45,6 +45,11 @@ class SGLangServer(Server):
         "gptoss": "GptOssForCausalLM 'requires one of' attention backends that need a GPU or AMX",
         "mamba2": "it splits attention heads, which this model has none of: 'NoneType' % int",
     }
+    # Once it has shut down, its web server raises the signal that it was ended by again.
+    end_mark: ClassVar[str] = "Finished server process"
+    end_noise: ClassVar[str] = (
+        r"^Traceback \(most recent call last\): (asyncio\.exceptions\.Cancelled|KeyboardInterrupt$)"
+    )
     kv_dtypes: ClassVar[dict[str, str]] = {"fp8": "fp8_e4m3"}
 
     def __init__(

@@ -23,6 +23,7 @@ from kvtide.verify.model_case import PHASES, judge_model
 from kvtide.verify.order_case import ORDERS, OrderRecord, judge_order
 from kvtide.verify.pair_case import PairRecord, judge_pair
 from kvtide.verify.servers import Server
+from kvtide.verify.sglang_servers import SGLangServer
 from kvtide.verify.site import Site
 
 # What makes a check in the judges' source, its name first.
@@ -177,6 +178,19 @@ def test_what_an_engine_says_of_its_own_end_is_no_error_once_it_ends(tmp_path):
     mark, noise = Server.end_mark, Server.end_noise
     assert find_errors(log, mark, noise) == [handler, other]
     assert find_errors(log) == [handler, handler, other]
+
+
+def test_sglangs_end_by_the_signal_that_ended_its_server_is_no_error(tmp_path):
+    log = tmp_path / "log"
+    trace = "Traceback (most recent call last):"
+    exit_hook = "Exception ignored in atexit callback"
+    end = "[2026-11-30 00:31:46] INFO:     Finished server process [22790]"
+    raised = ["asyncio.exceptions.CancelledError", trace, "KeyboardInterrupt"]
+    log.write_text("\n".join([trace, "ValueError: no", end, trace, *raised, exit_hook]))
+    mark, noise = SGLangServer.end_mark, SGLangServer.end_noise
+    assert find_errors(log, mark, noise) == [trace, exit_hook]
+    log.write_text("\n".join([end, trace, "RuntimeError: broken"]))
+    assert find_errors(log, mark, noise) == [trace]
 
 
 # Tokens in lower precision ---------------------------------------------------------------------
