@@ -26,7 +26,7 @@ __all__ = ["PairRecord", "Player", "Watched", "judge_pair", "load_for", "run_pai
 PROMPT_TOKENS = 448
 NEW_TOKENS = 64
 PROBE_TOKENS = 32
-SHARE = 0.7  # of the free memory that a load is made for
+SHARE = 0.7  # of the memory that a load is made for
 AT_ONCE = 16
 _RELEASE_SECONDS = 30.0
 _SETTLE_SECONDS = 2.0
@@ -117,7 +117,11 @@ class Watched:
 
 
 def load_for(site: Site, server: Server, name: str, seed: int) -> tuple[list[list[int]], int]:
-    """Prompts that take 70% of the free memory, and what one of them holds, which is measured."""
+    """Prompts that fill 70% of what there is for them, and what one of them holds, as measured.
+
+    That is the free memory, and what the engine holds with nothing in it: SGLang's least may be a
+    quarter of what is free.
+    """
     _forget(server)
     until(lambda: False, _SETTLE_SECONDS)
     before = site.charge(name)
@@ -131,7 +135,8 @@ def load_for(site: Site, server: Server, name: str, seed: int) -> tuple[list[lis
     one_bytes = max(cached, site.charge(name) - before, 1) // len(first)
     _forget(server)
     until(lambda: site.charge(name) <= before, _RELEASE_SECONDS)
-    count = max(4, round(SHARE * site.free_bytes() / max(one_bytes, 1)))
+    room_bytes = site.free_bytes() + site.charge(name)
+    count = max(4, round(SHARE * room_bytes / max(one_bytes, 1)))
     return random_prompts(seed + 50, count, PROMPT_TOKENS), one_bytes
 
 

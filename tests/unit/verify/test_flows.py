@@ -13,7 +13,7 @@ from kvtide.verify.life import lived
 from kvtide.verify.limit_case import judge_limit, run_limit
 from kvtide.verify.model_case import PHASES, judge_model, run_life
 from kvtide.verify.order_case import ORDERS, judge_order, run_order
-from kvtide.verify.pair_case import judge_pair, run_pair
+from kvtide.verify.pair_case import judge_pair, load_for, run_pair
 from kvtide.verify.servers import ServerError
 
 REQUEST_BYTES, IDLE_BYTES, TOTAL_BYTES = 6 * MIB, 8 * MIB, 96 * MIB
@@ -212,9 +212,25 @@ def test_a_pair_moves_memory():
     assert broken(judge_pair(record)) == []
     assert record.request_bytes == (REQUEST_BYTES, REQUEST_BYTES)
     assert record.free_before == TOTAL_BYTES - 2 * IDLE_BYTES
-    # 70% of the 80 MiB that were free.
-    assert len(record.requests["a_alone"]) == 9
-    assert record.a_peak == IDLE_BYTES + 9 * REQUEST_BYTES
+    # 70% of the 80 MiB that were free, and of what a held with nothing in it.
+    assert len(record.requests["a_alone"]) == 10
+    assert record.a_peak == IDLE_BYTES + 10 * REQUEST_BYTES
+
+
+def test_a_load_fills_what_its_engine_holds_already_too():
+    one = 4 * MIB
+    figures = SimpleNamespace(blocks_cached=4)
+    pools = (SimpleNamespace(figures=figures, block_bytes=one),)
+    site = SimpleNamespace(
+        charge=lambda name: 16 * MIB,
+        free_bytes=lambda: 64 * MIB,
+        instance=lambda name: SimpleNamespace(pools=pools),
+    )
+    server = SimpleNamespace(ask=lambda *_, concurrency: [], drop_cache=lambda: None)
+    load, found = load_for(site, server, "a", 1)
+    assert found == one
+    # Of the first 16 MiB nothing is seen in what is charged: more than half of the 64 must be.
+    assert len(load) * one == 14 * one > 16 * MIB + 64 * MIB / 2
 
 
 def test_charges_above_what_the_device_lends_are_noticed():
@@ -252,7 +268,7 @@ def test_a_limit_is_set_held_and_raised():
     device = Device()
     record = run_limit(device, "a", device.server("a"), silent)
     assert broken(judge_limit(record)) == []
-    assert record.limit == 22 * MIB
+    assert record.limit == 24 * MIB
     assert device.limits["a"] is None
 
 
