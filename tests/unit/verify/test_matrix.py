@@ -9,7 +9,7 @@ import pytest
 from kvtide.errors import DeviceError, UsageError
 from kvtide.verify import cases as cases_module
 from kvtide.verify.cases import Bench, Case, Seen, Skipped, make_cases, select
-from kvtide.verify.life import Life
+from kvtide.verify.life import Life, ready_check
 from kvtide.verify.matrix import Setup, Verdict, describe_setup, run_matrix, verdict_of
 from kvtide.verify.report import to_html, to_markdown, write_report
 from kvtide.verify.running import _taken_over, run_verify
@@ -192,27 +192,44 @@ def test_what_the_engine_has_not_is_skipped_by_name(run, tmp_path):
     assert verdict.cases[2].reason == "vllm does not run it here: no kernels"
 
 
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [
-        (
-            "the server ended with status -9\nthe end of native.log:\n"
-            + "[00:29:35] Load weight begin.\n" * 20
-            + "Traceback (most recent call last):\n    raise ValueError('no')\n"
-            "ValueError: CPU FP8 KV cache requires Intel AMX support.\n\n"
-            "(APIServer pid=7) RuntimeError: Engine core initialization failed.\n",
-            "ValueError: CPU FP8 KV cache requires Intel AMX support.",
-        ),
-        ("the server did not answer within 9 s\nits log\n", "the server did not answer within 9 s"),
-    ],
-)
-def test_a_skipped_fp8_says_what_the_native_engine_lacks(run, tmp_path, monkeypatch, error, why):
+def fp8_case(run, tmp_path, monkeypatch, error):
     life = Life("native", True, "native.log", error=error)
-    monkeypatch.setattr(cases_module, "_both", lambda *_: Seen([life, life], []))
+    checks = [("native", ready_check(life))]
+    monkeypatch.setattr(cases_module, "_both", lambda *_: Seen([life, life], checks))
     model = Model("m", tmp_path, "float32")
     (case,) = run(select(make_cases([model], model, "host"), ["fp8/*"]))[0].cases
+    return case
+
+
+def test_a_skipped_fp8_says_what_the_native_engine_lacks(run, tmp_path, monkeypatch):
+    lines = [
+        "the server ended with status -9",
+        "the end of native.log:",
+        *["[00:29:35] Using FP8 KV cache but no scaling factors provided."] * 20,
+        "Traceback (most recent call last):",
+        "    raise ValueError('no')",
+        "ValueError: CPU FP8 KV cache requires Intel AMX support.",
+        "(APIServer pid=7) RuntimeError: Engine core initialization failed.",
+    ]
+    case = fp8_case(run, tmp_path, monkeypatch, "\n".join(lines))
     assert case.state == "skipped"
-    assert case.reason == f"the native engine has no fp8 KV cache here: {why}"
+    lack = "ValueError: CPU FP8 KV cache requires Intel AMX support."
+    assert case.reason == f"the native engine has no fp8 KV cache here: {lack}"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "the server did not answer within 9 s\nUsing FP8 KV cache\n",
+        "the server ended with status -9\nDistNetworkError: port: 44917, EADDRINUSE\n",
+    ],
+)
+def test_a_native_engine_that_ends_for_another_reason_is_not_skipped(
+    run, tmp_path, monkeypatch, error
+):
+    case = fp8_case(run, tmp_path, monkeypatch, error)
+    assert case.state == "failed"
+    assert case.checks[0].found == error.splitlines()[0]
 
 
 def test_the_setup_says_what_ran_where():
