@@ -20,7 +20,7 @@ from typing import ClassVar
 from kvtide.errors import KvtideError
 from kvtide.verify.client import Completion, complete, post
 
-__all__ = ["Options", "Server", "ServerError", "session_pids"]
+__all__ = ["Options", "Server", "ServerError", "free_port", "session_pids"]
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
@@ -106,7 +106,7 @@ class Server:
     ) -> None:
         self.model = model
         self.log = log
-        self.port = _free_port()
+        self.port = free_port()
         self.killed: list[int] = []
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVTIDE")}
         self._environ = inherited | _ENVIRON | dict(environ or {})
@@ -293,10 +293,20 @@ def _process_name(pid: int) -> str:
         return ""
 
 
-def _free_port() -> int:
-    """A port that is free now, from outside of where the kernel picks one for whoever asks."""
+def free_port(*, but: int = 0) -> int:
+    """A port that is free now, from outside of where the kernel picks one for whoever asks.
+
+    Never `but`, which is meant for something else.
+
+    Raises
+    ------
+    ServerError
+        None was found.
+    """
     for _ in range(_PORT_TRIES):
         port = random.choice(_PORTS)
+        if port == but:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind((_HOST, port))

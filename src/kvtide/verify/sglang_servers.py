@@ -17,7 +17,7 @@ from kvtide.sizing.model import read_model
 from kvtide.sizing.plan import make_plan
 from kvtide.sizing.request import Request
 from kvtide.verify.client import Completion, margins_of, post
-from kvtide.verify.servers import Options, Server
+from kvtide.verify.servers import Options, Server, free_port
 
 __all__ = ["SGLangServer"]
 
@@ -65,6 +65,8 @@ class SGLangServer(Server):
         self._command = [
             *(python, "-m", "sglang.launch_server", "--model-path", str(model)),
             *("--host", _HOST, "--port", str(self.port), "--device", "cpu"),
+            # The one that it finds by itself is anybody's until its ranks come to use it.
+            *("--nccl-port", str(free_port(but=self.port))),
             *("--attention-backend", "torch_native", "--random-seed", "1", *arguments),
         ]
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvtide.errors import KvtideError, UsageError
 from kvtide.units import MIB
+from kvtide.verify import servers
 from kvtide.verify.engines import ENGINES, find_engine
 from kvtide.verify.servers import Options
 from kvtide.verify.sglang_servers import SGLangServer
@@ -60,6 +61,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+def test_the_port_of_its_ranks_is_not_one_that_the_kernel_gives_away_meanwhile(tmp_path):
+    server = SGLangServer(tmp_path, log=tmp_path / "log")
+    command = server._command
+    port = int(command[command.index("--nccl-port") + 1])
+    assert port in servers._PORTS
+    assert port != server.port
 
 
 @pytest.fixture
