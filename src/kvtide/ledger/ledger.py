@@ -228,10 +228,16 @@ class Ledger:
         words, at = self.file.words, w.instance_at(slot)
         return trims(words, at) and bool(words[at] == generation)
 
-    def end_trim(self, instance: Instance) -> None:
-        """The instance can give no more of what it was asked to."""
+    def trim_asked(self, instance: Instance) -> int | None:
+        """The number of what was asked of an instance by `ask_to_trim` and is not done; or None."""
         self._check_open()
-        end_trim(self.file.words, w.instance_at(instance.slot))
+        words, at = self.file.words, w.instance_at(instance.slot)
+        return words[at + w.I_TRIM_ASKED] if trims(words, at) else None
+
+    def end_trim(self, instance: Instance, asked: int | None = None) -> None:
+        """The instance can give no more of what it was asked to, now or by that number."""
+        self._check_open()
+        end_trim(self.file.words, w.instance_at(instance.slot), asked)
 
     def is_owing(self, instance: Instance) -> bool:
         """Whether something may be demanded of an instance: for every step, without the lock."""

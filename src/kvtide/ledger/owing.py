@@ -17,9 +17,9 @@ def trims(words: memoryview, at: int) -> bool:
     return asked != words[at + w.I_TRIM_DONE]
 
 
-def end_trim(words: memoryview, at: int) -> None:
-    """It can give no more of what it was asked to."""
-    words[at + w.I_TRIM_DONE] = words[at + w.I_TRIM_ASKED]
+def end_trim(words: memoryview, at: int, asked: int | None = None) -> None:
+    """It can give no more of what it was asked to: the last time, or the time of that number."""
+    words[at + w.I_TRIM_DONE] = words[at + w.I_TRIM_ASKED] if asked is None else asked
 
 
 def may_owe(words: memoryview, slot: int) -> bool:

@@ -48,6 +48,8 @@ class Giving(Generic[B]):
         self._hoard = 0
         self._hoard_used, self._hoard_until = 0, 0.0
         self._clock = clock
+        # By device: trims of which all is going.
+        self._trimmed: dict[str, int] = {}
         # After a split that could not be made: until then only whole extents go.
         self._backoff = Backoff()
         self._unsplit = 0
@@ -62,6 +64,7 @@ class Giving(Generic[B]):
         """
         if self._changes.busy:
             return True
+        self._end_trims()
         wanted = self._granules(
             {u: seat.ledger.demands(seat.instance).idle_bytes for u, seat in self._seats.items()}
         )
@@ -73,7 +76,24 @@ class Giving(Generic[B]):
         # What lacked a transient may go in the next round.
         if short and self._may_split() and not (any(given) and any(reclaim.lacking)):
             self._keep_hoard()
+        if not (any(given) and any(reclaim.lacking)):
+            self._note_trims()
         return any(given)
+
+    def _note_trims(self) -> None:
+        """All that may go for a trim is going: by the next round it is done."""
+        for uuid, seat in self._seats.items():
+            asked = seat.ledger.trim_asked(seat.instance)
+            if asked is not None and not seat.ledger.demands(seat.instance).running_bytes:
+                self._trimmed[uuid] = asked
+
+    def _end_trims(self) -> None:
+        """What has been done once is not asked again of what has come since."""
+        while self._trimmed:
+            uuid, asked = self._trimmed.popitem()
+            seat = self._seats[uuid]
+            if seat.ledger.trim_asked(seat.instance) is not None:
+                seat.ledger.end_trim(seat.instance, asked)
 
     def demanded_of_running(self) -> list[int]:
         """Granules of each shape that others may have although running requests hold them."""

@@ -110,6 +110,30 @@ def test_a_trim_takes_what_is_idle_once_and_running_blocks_stay(world):
 
 
 @pytest.mark.parametrize("direct", [True, False])
+def test_what_an_engine_grows_by_after_a_trim_it_keeps(world, direct):
+    engine = world.engine([(0, layers(100, 2 * MIB, 1))], direct=direct)
+    ledger = world.ledgers["paper-0"]
+    taken = None
+    while taken is None:
+        taken = engine.step(10)
+        engine.run_ranks()
+    engine.give(taken, cache=True)
+    engine.quieten()
+    ledger.ask_to_trim("engine-0", 2 * GRANULE)
+    # All its requests wait, and it is looked after before each step what it owes.
+    for _ in range(8):
+        running = engine.step(24, press=True)
+        engine.run_ranks()
+        if running is not None:
+            break
+    assert running is not None, "what came for the requests went for the trim, again and again"
+    engine.step(press=True)
+    engine.quieten()
+    assert not ledger.is_trimming(next(iter(engine.memory.seats.values())).instance.key)
+    engine.check_quiet()
+
+
+@pytest.mark.parametrize("direct", [True, False])
 def test_blocks_that_lie_apart_are_regrouped_below_a_limit(world, direct):
     # Four parts of every block, four blocks a granule of each part.
     engine = world.engine([(0, layers(64, 2 * MIB, 4))], direct=direct)
