@@ -28,7 +28,7 @@ SGLANG_PYTEST = SGLANG_USE_CPU_ENGINE=1 KV_VLLM_PYTHON=$(CURDIR)/$(ENGINE)/bin/p
 	$(OTHER)/bin/python -m pytest $(PYTEST) -W default --timeout 900
 SGLANG_CORE := $(addprefix tests/engines/sglang_engine/test_,slots.py retraction.py own.py pools.py \
 	sglang_refusals.py sglang_tokens.py sglang_sharing.py)
-SGLANG_REST := gemma3 or refused_by_name or killed or starved or cannot_be_backed
+SGLANG_REST := refused_by_name
 VERIFY_CORE := 'model/llama/*' 'elastic/*-wide' 'limit/*' 'order/*'
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -99,7 +99,7 @@ test-timed: $(ENGINE)/.done $(OTHER)/.done
 test-sglang: $(OTHER)/.done $(ENGINE)/.done
 	$(SGLANG_PYTEST) -m "not timed" tests/engines/test_sizing_sglang.py tests/engines/sglang_engine
 
-# The most telling of them, some ten minutes on two cores.
+# All of them but the policies and what is refused on servers, some fifteen minutes on two cores.
 sglang-core: $(OTHER)/.done $(ENGINE)/.done
 	$(SGLANG_PYTEST) -m "not timed" -k "not ($(SGLANG_REST))" $(SGLANG_CORE)
 

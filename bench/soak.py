@@ -3,10 +3,10 @@
     python bench/soak.py --minutes 60 --out soak.json
 
 Real vLLM on the CPU, on one host device of 256 MiB. One of them is killed and started again, the
-other lives through it all. Nothing may grow: memory (but what a worker keeps of shapes, as native
-does) and descriptors of a server's life, files beside the ledger, its rows, what the kernel says is
-held. Every request has to be answered that was not on a server when that was killed. Exit status 1
-where something is not so.
+other lives through it all. Nothing may grow: memory and descriptors of a server's life (oneDNN's
+cache of shapes is kept small, see `memory_growth.py`), files beside the ledger, its rows, what the
+kernel says is held. Every request has to be answered that was not on a server when that was killed.
+Exit status 1 where something is not so.
 Run it in an environment that has vLLM; `--minutes 1440` is a day.
 """
 
@@ -50,8 +50,7 @@ SETTLES_SECONDS = 120.0
 
 @dataclass
 class Life:
-    """One server from its start to its end: memory of its processes but the worker's, descriptors
-    of all."""
+    """One server from its start to its end: memory and descriptors of all its processes."""
 
     name: str
     server: Server
@@ -60,8 +59,7 @@ class Life:
 
     def look(self, now: float) -> None:
         pids = self.server.pids()
-        judged = [pid for pid in pids if not computes(pid)]
-        self.looks.append((now, sum(map(anonymous_bytes, judged)), sum(map(descriptors, pids))))
+        self.looks.append((now, sum(map(anonymous_bytes, pids)), sum(map(descriptors, pids))))
 
     def growth(self) -> dict[str, Any] | None:
         """Between the first look after the warm-up and the last one."""
@@ -100,15 +98,6 @@ def descriptors(pid: int) -> int:
         return 0
 
 
-def computes(pid: int) -> bool:
-    """Whether it is the worker: its libraries keep something of every shape that they compute, in
-    native vLLM as well, which `memory_growth.py` holds beside each other."""
-    try:
-        return "Worker" in Path(f"/proc/{pid}/comm").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def is_tracker(pid: int) -> bool:
     """Whether it is Python's own helper for shared memory, which a server does without."""
     try:
@@ -139,6 +128,7 @@ class Soak:
             "KVTIDE_DIR": str(self.ledgers),
             "KVTIDE_HOST_DEVICE": self.uuid,
             "KVTIDE_HOST_MEMORY": str(DEVICE_BYTES),
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1",
         }
         server = Server(
             self.model,
