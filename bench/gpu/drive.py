@@ -142,10 +142,6 @@ class Running:
         return self.results
 
 
-def run(setup: dict[str, Any], commands: list[list[Any]], **environ: str) -> list[dict[str, Any]]:
-    return Running(setup, commands, **environ).finish()
-
-
 class Memory(threading.Thread):
     """Samples the ledgers of a directory: a track every 50 ms, and the highest every 10."""
 

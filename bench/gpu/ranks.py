@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 from drive import save
 
+from kvtide.bench.pairs import paired_ratios
 from kvtide.bench.rig import SimpleCirculation, strips_of
 from kvtide.device import open_device
 from kvtide.engines.seats import spec_of
@@ -158,15 +159,13 @@ def measure(
     for seat in seats.values():
         seat.ledger.close()
     shutil.rmtree(directory)
-    ratios = sorted(took / slowest for took, slowest in times)
+    ratios = paired_ratios(*zip(*times, strict=True))
     return {
         "ranks": ranks_count,
         "layers": layers,
         "extents": extents,
         "grow_mib": grow_bytes // MIB,
-        "ratio_median": round(statistics.median(ratios), 4),
-        "ratio_min": round(ratios[0], 4),
-        "ratio_max": round(ratios[-1], 4),
+        **{f"ratio_{name}": ratio for name, ratio in ratios.items()},
         "median_ms": round(statistics.median(t for t, _ in times) * 1e3, 3),
         "median_slower_rank_ms": round(statistics.median(t for _, t in times) * 1e3, 3),
     }

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from drive import save
-from engine import COMMON, MODELS
+from engine import config_of
 from strong import PROBE, site_of
 
+from kvtide.bench.pairs import paired_ratios
 from kvtide.bench.stream import closed_loop
 from kvtide.ledger import Ledger
 from kvtide.units import GIB, MIB
@@ -71,8 +71,8 @@ def made(name: str, directory: Path) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({**COMMON, **MODELS[name]}))
-    words = {f"w{number}": number for number in range(MODELS[name]["vocab_size"])}
+    (directory / "config.json").write_text(json.dumps(config_of(name)))
+    words = {f"w{number}": number for number in range(config_of(name)["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(directory)
     return directory
@@ -198,13 +198,11 @@ def measure(servers: Servers, pairs: int, requests: int, prompt: int, output: in
             if round_:  # the first one warms up
                 rates[name].append(requests * output / seconds)
             server.drop_cache()
-    ratios = sorted(k / n for k, n in zip(rates["kvtide"], rates["native"], strict=True))
+    ratios = paired_ratios(rates["kvtide"], rates["native"])
     return {
         "requests": [requests, prompt, output],
         "tokens_per_s": {k: [round(r, 1) for r in v] for k, v in rates.items()},
-        "ratio_median": round(statistics.median(ratios), 4),
-        "ratio_min": round(ratios[0], 4),
-        "ratio_max": round(ratios[-1], 4),
+        **{f"ratio_{name}": ratio for name, ratio in ratios.items()},
     }
 
 

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -56,35 +55,13 @@ def is_alive(pid):
         return False
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_the_outermost_ends_after_all_others_and_leaves_no_record(tmp_path, ending):
+def assert_nothing_is_left(tmp_path, outermost, ending):
     environ = {
         "PATH": "/usr/bin:/bin",
         "KVTIDE_DIR": str(tmp_path / "ledgers"),
         "KVTIDE_HOST_MEMORY": "64MiB",
         "MEMBER": MEMBER + ENDINGS[ending],
     }
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", OUTERMOST], env=environ, capture_output=True, text=True, timeout=100
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not is_alive(int(done.stdout))
-    (path,) = Ledger.existing(tmp_path / "ledgers")
-    with Ledger.read(path) as observer:
-        assert observer.snapshot().instances == ()
-    print(f"{ending}: {time.monotonic() - started:.1f} s")
-
-
-def test_who_came_and_was_not_heard_yet_is_outlived_too(tmp_path):
-    environ = {
-        "PATH": "/usr/bin:/bin",
-        "KVTIDE_DIR": str(tmp_path / "ledgers"),
-        "KVTIDE_HOST_MEMORY": "64MiB",
-        "MEMBER": MEMBER + ENDINGS["never"],
-    }
-    deaf = COMMON.replace("family.join()", "family._Outermost._admit = lambda *_: time.sleep(600)")
-    outermost = OUTERMOST.replace(COMMON, deaf + "family.join()\n")
     done = subprocess.run(
         [sys.executable, "-c", outermost], env=environ, capture_output=True, text=True, timeout=100
     )
@@ -93,6 +70,17 @@ def test_who_came_and_was_not_heard_yet_is_outlived_too(tmp_path):
     (path,) = Ledger.existing(tmp_path / "ledgers")
     with Ledger.read(path) as observer:
         assert observer.snapshot().instances == ()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_outermost_ends_after_all_others_and_leaves_no_record(tmp_path, ending):
+    assert_nothing_is_left(tmp_path, OUTERMOST, ending)
+
+
+def test_who_came_and_was_not_heard_yet_is_outlived_too(tmp_path):
+    deaf = COMMON.replace("family.join()", "family._Outermost._admit = lambda *_: time.sleep(600)")
+    outermost = OUTERMOST.replace(COMMON, deaf + "family.join()\n")
+    assert_nothing_is_left(tmp_path, outermost, "never")
 
 
 def test_who_takes_it_down_waits_for_an_end_that_has_begun(monkeypatch):
