@@ -32,16 +32,29 @@ class Engine:
 
 @dataclass
 class World:
-    """`total` granules on the device; what is being loaded is really taken from it."""
+    """`total` granules on the device; what is being loaded is really taken from it.
+
+    `cap`: the most that is lent of them.
+    """
 
     total: int
     engines: list[Engine] = field(default_factory=list)
     now: int = 0
+    cap: int | None = None
+
+    @property
+    def there(self) -> int:
+        """Less what is reserved and not loaded."""
+        return self.total - sum(e.loading for e in self.engines)
 
     @property
     def budget(self) -> int:
-        """As samples publish it: less what is reserved and not loaded."""
-        return self.total - sum(e.loading for e in self.engines)
+        """As samples publish it."""
+        return self.there if self.cap is None else min(self.there, self.cap)
+
+    @property
+    def beyond(self) -> int:
+        return self.there - self.budget
 
     @property
     def charged(self) -> int:
@@ -49,7 +62,8 @@ class World:
 
     @property
     def headroom(self) -> int:
-        return sum(e.headroom for e in self.engines)
+        """What must be left of the budget."""
+        return max(0, sum(e.headroom for e in self.engines) - self.beyond)
 
     def holding(self, e: Engine) -> Holding:
         return Holding(
@@ -102,7 +116,10 @@ class World:
 
     def demanded(self) -> dict[int, tuple[int, int]]:
         found = demands(
-            [self.holding(e) for e in self.engines], budget_bytes=self.budget, granularity_bytes=1
+            [self.holding(e) for e in self.engines],
+            budget_bytes=self.budget,
+            granularity_bytes=1,
+            beyond_bytes=self.beyond,
         )
         return {slot: tuple(demand) for slot, demand in found.items()}
 
@@ -117,7 +134,7 @@ class World:
             assert not (e.silent and (idle or running)), "asked one who does not answer"
             above_min = max(0, e.charged - e.min)
             over = 0 if e.limit is None else max(0, e.charged - e.limit)
-            if e.want:
+            if self.holding(e).wanted_bytes():  # what is beyond its limit it does not wait for
                 assert idle + running <= max(above_min, over), "taken below its min while it wants"
             assert running <= max(above_min, over), "preempted below its min"
             e.idle -= idle

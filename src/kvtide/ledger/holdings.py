@@ -36,8 +36,10 @@ def _column(words: memoryview, word: int) -> list[int]:
 
 
 def anybody_needs(words: memoryview) -> bool:
-    """Whether any instance has an unmet wish, is loading, or wants headroom."""
-    return any(any(_column(words, word)) for word in (w.I_WISH, w.I_RESERVED, w.I_HEADROOM))
+    """Whether any instance has an unmet wish, is loading, or wants headroom of the budget."""
+    return any(any(_column(words, word)) for word in (w.I_WISH, w.I_RESERVED)) or (
+        headroom_now(words) > 0
+    )
 
 
 def charge_of(words: memoryview, slot: int) -> int:
@@ -108,6 +110,7 @@ def demands_now(words: memoryview) -> dict[int, Demand]:
         _holdings(words),
         budget_bytes=words[w.H_BUDGET],
         granularity_bytes=words[w.H_GRANULARITY],
+        beyond_bytes=words[w.H_BEYOND],
     )
 
 
@@ -117,6 +120,7 @@ def reasons_now(words: memoryview) -> dict[int, Reason]:
         _holdings(words),
         budget_bytes=words[w.H_BUDGET],
         granularity_bytes=words[w.H_GRANULARITY],
+        beyond_bytes=words[w.H_BEYOND],
     )
 
 

@@ -144,7 +144,11 @@ class _Gifts:
 
 
 def demands(
-    holdings: Sequence[Holding], *, budget_bytes: int, granularity_bytes: int
+    holdings: Sequence[Holding],
+    *,
+    budget_bytes: int,
+    granularity_bytes: int,
+    beyond_bytes: int = 0,
 ) -> dict[int, Demand]:
     """What each instance should begin to give back now, by slot; nobody else appears.
 
@@ -152,9 +156,10 @@ def demands(
     Needs are then served in their order, from free room first. Who waits itself gives only to those
     who come before it, so two who wish do not trade their caches. What a holder has begun to give
     back counts as given, so that asking again asks for no more. `budget_bytes`, which is less what
-    is being loaded already, may be negative.
+    is being loaded already, may be negative. What is there `beyond` it, where a cap leaves memory
+    to nobody, serves for headroom first, as it does where a grant is judged.
     """
-    gifts = _gifts(holdings, budget_bytes, granularity_bytes)
+    gifts = _gifts(holdings, budget_bytes, granularity_bytes, beyond_bytes)
     result = {}
     for h in holdings:
         idle_bytes = max(0, gifts.idle[h.slot] - h.releasing_bytes)
@@ -164,7 +169,11 @@ def demands(
 
 
 def reasons(
-    holdings: Sequence[Holding], *, budget_bytes: int, granularity_bytes: int
+    holdings: Sequence[Holding],
+    *,
+    budget_bytes: int,
+    granularity_bytes: int,
+    beyond_bytes: int = 0,
 ) -> dict[int, Reason]:
     """For what most of each demand is, by slot, as `demands` shares them; for observers alone.
 
@@ -172,7 +181,7 @@ def reasons(
     before any wish; a wish is `min` within its holder's min, and `priority` where its holder's is
     higher than the giver's.
     """
-    gifts = _gifts(holdings, budget_bytes, granularity_bytes)
+    gifts = _gifts(holdings, budget_bytes, granularity_bytes, beyond_bytes)
     found: dict[int, Reason] = {}
     for h in holdings:
         given_bytes = h.releasing_bytes  # accounts for what was counted first
@@ -186,7 +195,9 @@ def reasons(
     return found
 
 
-def _gifts(holdings: Sequence[Holding], budget_bytes: int, granularity_bytes: int) -> _Gifts:
+def _gifts(
+    holdings: Sequence[Holding], budget_bytes: int, granularity_bytes: int, beyond_bytes: int
+) -> _Gifts:
     gifts = _Gifts(holdings, granularity_bytes)
     room_bytes = budget_bytes + sum(h.loading_bytes - h.charged_bytes for h in holdings)
     for h in holdings:
@@ -200,8 +211,12 @@ def _gifts(holdings: Sequence[Holding], budget_bytes: int, granularity_bytes: in
         if need.holder.wish_bytes and not need.own_too:
             first.setdefault(need.holder.slot, need)
     for need in needs:
-        missing_bytes = need.size_bytes - room_bytes
-        room_bytes -= need.size_bytes
+        size_bytes = need.size_bytes
+        if need.reason == "headroom":
+            there_bytes = min(size_bytes, beyond_bytes)
+            size_bytes, beyond_bytes = size_bytes - there_bytes, beyond_bytes - there_bytes
+        missing_bytes = size_bytes - room_bytes
+        room_bytes -= size_bytes
         if missing_bytes > 0:
             room_bytes += gifts.collect(need, missing_bytes, first)
     return gifts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtide.ledger import DeviceSpec, Granted, Ledger, Refusal
+from kvtide.ledger import DeviceSpec, Granted, Ledger, PoolFigures, Refusal
 from kvtide.units import GIB, MIB
 
 
@@ -33,6 +33,15 @@ def enroll(ledger, *, headroom_bytes, free_bytes):
     )
 
 
+def fill(ledger, account, *, idle_bytes):
+    """All that may be had, some of it idle; the instance that holds it."""
+    account.grant(300 * MIB)
+    account.created(300 * MIB)
+    account.publish(PoolFigures(1, 1, 1, 1, idle_bytes=idle_bytes))
+    account.sample()
+    return ledger.instance(ledger.snapshot().instances[0].key)
+
+
 def test_memory_above_the_cap_serves_for_headroom(open_ledger):
     ledger = open_ledger(cap_bytes=300 * MIB)
     account = enroll(ledger, headroom_bytes=GIB, free_bytes=8 * GIB)
@@ -53,3 +62,24 @@ def test_without_a_cap_all_headroom_comes_off_the_budget(open_ledger):
     ledger = open_ledger(cap_bytes=None)
     enroll(ledger, headroom_bytes=GIB, free_bytes=8 * GIB)
     assert ledger.snapshot().free_bytes == 7 * GIB
+
+
+def test_nothing_is_demanded_for_headroom_that_lies_beyond_the_cap(open_ledger):
+    """Or an engine at its ceiling would give its idle memory back as often as it gets it."""
+    ledger = open_ledger(cap_bytes=300 * MIB)
+    account = enroll(ledger, headroom_bytes=GIB, free_bytes=8 * GIB)
+    instance = fill(ledger, account, idle_bytes=200 * MIB)
+    assert not ledger.is_owing(instance)
+    ledger.set_limit("a", 8 * GIB)  # with terms of its own, all demands are looked at
+    assert ledger.demands(instance) == (0, 0)
+    assert ledger.reason(instance) is None
+
+
+def test_what_headroom_lacks_beyond_the_cap_is_demanded(open_ledger):
+    ledger = open_ledger(cap_bytes=300 * MIB)
+    account = enroll(ledger, headroom_bytes=0, free_bytes=724 * MIB)
+    instance = fill(ledger, account, idle_bytes=200 * MIB)
+    ledger.set_terms("a", lambda terms: terms._replace(headroom_bytes=800 * MIB))
+    assert ledger.is_owing(instance)
+    assert ledger.demands(instance) == (76 * MIB, 0)
+    assert ledger.reason(instance) == "headroom"
