@@ -21,9 +21,11 @@ import select
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from drive import spread
 from strong import strengthen
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -170,6 +172,8 @@ class Engine:
         if setup["system"] == "kvtide":
             os.environ["KVTIDE"] = "1"
             os.environ["KVTIDE_NAME"] = setup.get("name", "bench")
+            if "layout" in setup:
+                os.environ["KVTIDE_LAYOUT"] = setup["layout"]
         if setup["system"] == "kvcached":
             os.environ["ENABLE_KVCACHED"] = "true"
             os.environ["KVCACHED_AUTOPATCH"] = "1"
@@ -207,6 +211,7 @@ class Engine:
         )
         self.start_seconds = time.perf_counter() - start
         self.steps: list[tuple[int, ...]] = []
+        self.step_times: list[float] = []
         self._trace_steps()
         self.vocabulary = MODELS[setup["model"]]["vocab_size"]
 
@@ -219,9 +224,36 @@ class Engine:
             output = native(*args, **kwargs)
             if output.total_num_scheduled_tokens:
                 self.steps.append(tuple(output.num_scheduled_tokens.values()))
+                self.step_times.append(time.perf_counter())
             return output
 
         scheduler.schedule = schedule
+
+    def _clear_steps(self) -> None:
+        self.steps.clear()
+        self.step_times.clear()
+
+    def _pace(self) -> dict[str, Any]:
+        """Of the steps since then: how many, and the milliseconds that one takes of those that
+        decode alone, by how many requests they have in 32s, and of the others all together."""
+        decoding: dict[int, list[float]] = {}
+        rest = 0.0
+        pairs = pairwise(self.step_times)
+        for step, (began, ended) in zip(self.steps, pairs, strict=False):
+            if max(step) == 1:
+                decoding.setdefault(len(step) // 32 * 32, []).append((ended - began) * 1e3)
+            else:
+                rest += (ended - began) * 1e3
+        return {
+            "steps": len(self.steps),
+            "requests_a_step": round(sum(map(len, self.steps)) / max(1, len(self.steps)), 1),
+            "tokens_scheduled": sum(map(sum, self.steps)),
+            "decoding_ms": {
+                str(at_least): {"steps": len(ms), **spread(ms), "sum": round(sum(ms), 1)}
+                for at_least, ms in sorted(decoding.items())
+            },
+            "prefilling_ms": round(rest, 1),
+        }
 
     @property
     def core(self) -> Any:
@@ -266,7 +298,8 @@ class Engine:
         sampling = SamplingParams(
             temperature=0, max_tokens=output, ignore_eos=True, detokenize=False
         )
-        self.steps.clear()
+        self._clear_steps()
+        preempted = self.preemptions()["preemptions"]
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -279,7 +312,8 @@ class Engine:
             "digests": digest,
             "distinct": len(set(digest)),
             "used_mib": self.used_mib(),
-            "steps": len(self.steps),
+            **self._pace(),
+            "preemptions": self.preemptions()["preemptions"] - preempted,
             "batches": hashlib.sha256(repr(self.steps).encode()).hexdigest()[:12],
             "first": tokens[0][:8],
         }
@@ -299,6 +333,7 @@ class Engine:
             temperature=0, max_tokens=output, ignore_eos=True, detokenize=False
         )
         preempted = self.preemptions()["preemptions"]
+        self._clear_steps()
         began = time.monotonic()
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
         ended = time.monotonic()
@@ -310,6 +345,7 @@ class Engine:
             "ttft_ms": [round((o.metrics.first_token_ts - began) * 1e3, 2) for o in outputs],
             "cached_tokens": sum(o.num_cached_tokens or 0 for o in outputs),
             "preemptions": self.preemptions()["preemptions"] - preempted,
+            **self._pace(),
         }
 
     def load(

@@ -4,7 +4,8 @@
     python bench/gpu/serving.py --cpu                               tiny, without a GPU
 
 Phases: 128 requests of (512, 128); the same shape after a reset of the prefix cache; 256 of
-(2048, 64). Each engine may hold the same KV cache, native as its own, kvtide as `KVTIDE_BUDGET`.
+(2048, 64). Each engine may hold the same KV cache, native as its own, kvtide as `KVTIDE_BUDGET`;
+with `--per-layer` a second kvtide, with a ledger of its own, lays its cache out as native does.
 One is asked at a time, and they swap who goes first. Some 60 to 90 seconds until all are up, then
 35 a round; results are saved after each, and no round begins that may not end within `--seconds`.
 
@@ -34,6 +35,7 @@ from kvtide.bench.pairs import paired_ratios
 from kvtide.units import GIB, MIB, parse_size
 
 BAR = 0.995
+PER_LAYER = "kvtide, per layer"
 PHASES = [
     ("short", 128, 512, 128),
     ("short, after reset", 128, 512, 128),
@@ -49,10 +51,12 @@ def one_round(
     names: list[str],
     round_: int,
     same: dict[str, list[int]],
+    paces: list[dict[str, Any]],
     *,
     host: bool,
 ) -> Rates:
-    """Tokens a second of each engine in each phase; into `same` how many answers are native's."""
+    """Tokens a second of each engine in each phase; into `same` how many answers are native's,
+    into `paces` what its steps were."""
     rates: Rates = {name: {} for name in names}
     for number, (phase, requests, prompt, output) in enumerate(HOST_PHASES if host else PHASES):
         digests: dict[str, list[str]] = {}
@@ -60,7 +64,8 @@ def one_round(
             seed = 100 * round_ + 10 * number
             result = engines[name].ask("generate", phase, requests, prompt, output, seed)
             rates[name][phase] = [result["tokens_per_s"]]
-            digests[name] = result["digests"]
+            digests[name] = result.pop("digests")
+            paces.append({"system": name, **result})
             engines[name].ask("reset")
         equal = sum(a == b for a, b in zip(digests["native"], digests["kvtide"], strict=True))
         same.setdefault(phase, []).append(equal)
@@ -68,13 +73,12 @@ def one_round(
 
 
 def ratios(rates: Rates) -> dict[str, dict[str, Any]]:
-    """Of each phase kvtide to native, and kvcached to native in the rounds that it had."""
-    found: dict[str, dict[str, Any]] = {}
+    """Of each phase all others to native, kvcached in the rounds that it had."""
+    found: dict[str, dict[str, Any]] = {phase: {} for phase in rates["native"]}
     for phase, native in rates["native"].items():
-        found[phase] = {"kvtide": paired_ratios(rates["kvtide"][phase], native)}
-        other = rates.get("kvcached", {}).get(phase)
-        if other:
-            found[phase]["kvcached"] = paired_ratios(other, native[: len(other)])
+        for name, phases in rates.items():
+            if name != "native" and (other := phases.get(phase)):
+                found[phase][name] = paired_ratios(other, native[: len(other)])
     return found
 
 
@@ -110,6 +114,7 @@ def main() -> int:
     parser.add_argument("--kvcached-rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=330, help="of all, the starts included")
     parser.add_argument("--kv", type=parse_size, default=40 * GIB, help="most KV cache of each")
+    parser.add_argument("--per-layer", action="store_true", help="a second kvtide, laid out so")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     kv_bytes = 64 * MIB if options.cpu else options.kv
@@ -124,21 +129,29 @@ def main() -> int:
         "native": {**setup, "system": "native", "kv_bytes": kv_bytes},
         "kvtide": {**setup, "system": "kvtide"},
     }
+    if options.per_layer:
+        setups[PER_LAYER] = {**setup, "system": "kvtide", "layout": "per-layer"}
     if options.kvcached_rounds and has_kvcached():
         setups["kvcached"] = {**setup, "system": "kvcached", "runner": 1, "kv_bytes": kv_bytes}
     rates: Rates = {name: {} for name in setups}
     same: dict[str, list[int]] = {}
-    results: dict[str, Any] = {"kv_bytes": kv_bytes, "tokens_per_s": rates, "same_answers": same}
+    paces: list[dict[str, Any]] = []
+    results: dict[str, Any] = {
+        "kv_bytes": kv_bytes,
+        "tokens_per_s": rates,
+        "same_answers": same,
+        "paces": paces,
+    }
     status = 0
     with ExitStack() as stack:
         environ = {
-            "KVTIDE_DIR": str(stack.enter_context(ledgers())),
             "KVTIDE_BUDGET": str(kv_bytes),
             **(host_environ() if options.cpu else {}),
         }
         engines: dict[str, Running] = {}
         for name, one in setups.items():
-            engines[name] = stack.enter_context(Running(one, **environ))
+            directory = str(stack.enter_context(ledgers()))
+            engines[name] = stack.enter_context(Running(one, KVTIDE_DIR=directory, **environ))
             if name == "native":
                 # What it has compiled the others use: engines that compile at once tune kernels
                 # apart, and are then not equally fast, nor equal in their tokens.
@@ -162,7 +175,7 @@ def main() -> int:
                 break
             names = [n for n in engines if n != "kvcached" or round_ < options.kvcached_rounds]
             try:
-                found = one_round(engines, names, round_, same, host=options.cpu)
+                found = one_round(engines, names, round_, same, paces, host=options.cpu)
             except EngineEndedError as error:
                 print(error, flush=True)
                 if all(engines[name].alive() for name in ("native", "kvtide")):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from kvtide.device.cuda import CudaDevice
 from kvtide.errors import LedgerError
+from kvtide.ledger import Account
 from kvtide.ranks.seat import Seat
 from kvtide.units import MIB
 
@@ -36,8 +38,19 @@ def measure_beside(device: CudaDevice, mapped_bytes: int, reserved_bytes: int) -
     return max(0, told - mapped_bytes), "driver"
 
 
-def keep_headroom(seat: Seat, headroom_bytes: int, log: logging.Logger) -> None:
-    """Have so much of the device left free for an instance's activations."""
+def keep_headroom(
+    seat: Seat,
+    account: Account,
+    headroom_bytes: int,
+    reserved: Callable[[], int],
+    log: logging.Logger,
+) -> None:
+    """Have so much of the device left free for an instance's activations.
+
+    What torch's own allocator reserves from now on, as `reserved` tells, is taken out of it.
+    """
+    began_bytes = reserved()
+    account.take_headroom(lambda: min(headroom_bytes, reserved() - began_bytes))
     try:
         # A larger one that was set by hand stands.
         seat.ledger.set_terms(

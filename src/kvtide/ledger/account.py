@@ -12,7 +12,7 @@ from kvtide.ledger.holdings import headroom_now, set_aside_now, waiting
 from kvtide.ledger.policy import judge
 from kvtide.ledger.records import Granted, PoolFigures, Refusal
 from kvtide.ledger.retirement import remove_pool
-from kvtide.ledger.sampling import is_stale, take_sample
+from kvtide.ledger.sampling import Taken, is_stale, take_sample
 from kvtide.units import format_size
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Account:
         self._slot = slot
         self._generation = generation
         self._sampler = sampler
+        self._taken: Taken | None = None
         self._at = w.pool_at(slot)
         self._charge = self._at + w.P_CHARGE
         self._instance: int = self._words[self._at + w.P_INSTANCE]
@@ -203,7 +204,14 @@ class Account:
         """
         self._own_words()
         assert self._sampler is not None
-        return take_sample(self._ledger, self._sampler)
+        return take_sample(self._ledger, self._sampler, self._taken)
+
+    def take_headroom(self, told: Callable[[], int]) -> None:
+        """From now on each sample tells, too, how many bytes its instance's headroom serves for.
+
+        What an instance has taken for its activations is free no more, and need not be left free.
+        """
+        self._taken = Taken(w.instance_at(self._instance), told)
 
     def publish(self, figures: PoolFigures) -> None:
         """Tell the others about the pool; from one process and thread. Takes no lock."""

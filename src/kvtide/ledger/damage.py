@@ -12,7 +12,7 @@ __all__ = ["damage", "is_out_of_bounds"]
 _MAX: Final = 1 << 62
 _STATES: Final = len(State)
 # Words that are sizes, counts or times in every live record, by its first and last.
-_INSTANCE_WORDS: Final = slice(w.I_REVISION, w.I_TRIM_RUNNING + 1)
+_INSTANCE_WORDS: Final = slice(w.I_REVISION, w.I_TAKEN + 1)
 _POOL_WORDS: Final = slice(w.P_PID, w.P_QUARANTINED + 1)
 _HEADER_WORDS: Final = slice(w.H_SAMPLED_NS, w.H_FREE_SAMPLED + 1)
 _PRIORITY: Final = w.I_PRIORITY - w.I_REVISION
@@ -72,7 +72,7 @@ def _impossible(figures: list[int]) -> bool:
 
 
 def _is_damaged_instance(words: memoryview, at: int) -> bool:
-    record = words[at : at + w.I_TRIM_RUNNING + 1]
+    record = words[at : at + w.I_TAKEN + 1]
     figures = record[_INSTANCE_WORDS].tolist()
     figures[_PRIORITY] = abs(figures[_PRIORITY])
     return (

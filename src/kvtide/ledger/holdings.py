@@ -16,6 +16,7 @@ __all__ = [
     "charge_of",
     "demands_now",
     "headroom_now",
+    "headroom_of",
     "holding_of",
     "is_silent",
     "reasons_now",
@@ -50,9 +51,18 @@ def charge_of(words: memoryview, slot: int) -> int:
     return sum(c for c, o in zip(charges, owners, strict=True) if o == slot)
 
 
+def headroom_of(words: memoryview, at: int) -> int:
+    """What the instance whose record is at a word wants left unclaimed beside what it has taken."""
+    return max(0, words[at + w.I_HEADROOM] - words[at + w.I_TAKEN])
+
+
 def headroom_now(words: memoryview) -> int:
     """What all instances want left unclaimed, beyond what no budget lends anyway."""
-    return max(0, sum(_column(words, w.I_HEADROOM)) - words[w.H_BEYOND])
+    wanted = _column(words, w.I_HEADROOM)
+    if not any(wanted):
+        return 0
+    left = (max(0, h - t) for h, t in zip(wanted, _column(words, w.I_TAKEN), strict=True))
+    return max(0, sum(left) - words[w.H_BEYOND])
 
 
 def waiting(words: memoryview, but: int | None) -> list[tuple[int, int]]:
@@ -95,7 +105,7 @@ def holding_of(words: memoryview, slot: int, pools: Sequence[int], now_ns: int) 
         pinned_bytes=sum(words[p + w.P_PINNED] + words[p + w.P_QUARANTINED] for p in own),
         min_bytes=words[at + w.I_MIN],
         priority=words[at + w.I_PRIORITY],
-        headroom_bytes=words[at + w.I_HEADROOM],
+        headroom_bytes=headroom_of(words, at),
         loading_bytes=max(0, words[at + w.I_RESERVED] - words[at + w.I_LOADED]),
         loading_since_ns=words[at + w.I_RESERVED_NS],
         trim_to_bytes=words[at + w.I_TRIM_TO] if trims else None,

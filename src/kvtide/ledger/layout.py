@@ -76,6 +76,7 @@ I_TRIM_ASKED: Final = 20  # counts requests to trim
 I_TRIM_DONE: Final = 21  # the last one that was carried out
 I_TRIM_TO: Final = 22
 I_TRIM_RUNNING: Final = 23  # 1: running requests give too
+I_TAKEN: Final = 24  # of its headroom, what it had taken at its last sample
 I_NAME: Final = 32
 
 # Pool record, from its first word.

@@ -15,7 +15,7 @@ from kvtide.ledger import layout as w
 from kvtide.ledger.creation import open_description, spec_of, why_unreadable
 from kvtide.ledger.damage import damage
 from kvtide.ledger.directory import check_directory
-from kvtide.ledger.holdings import is_silent
+from kvtide.ledger.holdings import headroom_of, is_silent
 from kvtide.ledger.lease import is_leased
 from kvtide.ledger.policy import backed_mins
 from kvtide.ledger.records import (
@@ -101,7 +101,7 @@ def take_snapshot(raw: memoryview, words: memoryview, leased: Callable[[int], bo
         )
     instances = []
     terms = {slot: terms_of(then, slot) for slot in live_instances(then)}
-    headroom_bytes = sum(t.headroom_bytes for t in terms.values())
+    headroom_bytes = sum(headroom_of(then, w.instance_at(slot)) for slot in terms)
     withheld_bytes = max(0, headroom_bytes - then[w.H_BEYOND])
     backed = backed_mins(
         [(slot, t.priority, t.min_bytes) for slot, t in terms.items()],
@@ -127,6 +127,7 @@ def take_snapshot(raw: memoryview, words: memoryview, leased: Callable[[int], bo
                 non_kv_bytes=then[at + w.I_NON_KV],
                 non_kv_source=NON_KV_SOURCES[then[at + w.I_NON_KV_SOURCE]],
                 silent=is_silent(then, at, now_ns),
+                headroom_taken_bytes=then[at + w.I_TAKEN],
             )
         )
     return Snapshot(

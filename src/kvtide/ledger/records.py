@@ -174,6 +174,8 @@ class InstanceView:
         `given`; empty before.
     silent
         It was called to give memory back and has not answered: it is passed over.
+    headroom_taken_bytes
+        Of its headroom, what it had taken for itself at its last sample: so much less is left free.
     """
 
     key: str
@@ -191,6 +193,7 @@ class InstanceView:
     non_kv_bytes: int = 0
     non_kv_source: str = ""
     silent: bool = False
+    headroom_taken_bytes: int = 0
 
     @property
     def limit_bytes(self) -> int | None:

@@ -64,7 +64,7 @@ def _remove_instance(words: memoryview, slot: int) -> None:
 
 def _drop_claims(words: memoryview, at: int) -> None:
     """The dead want nothing. What a reservation kept comes back with the next sample alone."""
-    for word in (w.I_WISH, w.I_RESERVED, w.I_LOADED, w.I_HEADROOM, w.I_MIN):
+    for word in (w.I_WISH, w.I_RESERVED, w.I_LOADED, w.I_HEADROOM, w.I_TAKEN, w.I_MIN):
         words[at + word] = 0
 
 

@@ -13,7 +13,7 @@ from kvtide.ledger.retirement import live_instances, live_pools
 if TYPE_CHECKING:
     from kvtide.ledger.ledger import Ledger
 
-__all__ = ["Outcome", "Ticket", "draw_ticket", "is_stale", "publish_sample", "take_sample"]
+__all__ = ["Outcome", "Taken", "Ticket", "draw_ticket", "is_stale", "publish_sample", "take_sample"]
 
 _SAMPLE_TRIES: Final = 3
 _MAX_BYTES: Final = (1 << 62) - 1
@@ -35,6 +35,13 @@ class Ticket(NamedTuple):
     created_bytes: int
     pools: tuple[int, ...]
     loading: dict[tuple[int, int], int]
+
+
+class Taken(NamedTuple):
+    """Where an instance's record is, and who says what of its headroom it has taken by now."""
+
+    at: int
+    told: Callable[[], int]
 
 
 class Outcome(NamedTuple):
@@ -116,8 +123,11 @@ def is_stale(words: memoryview) -> bool:
     return sampled_ns == 0 or not 0 <= now_ns - sampled_ns <= fresh_ns
 
 
-def take_sample(ledger: Ledger, sampler: Callable[[], int]) -> bool:
+def take_sample(ledger: Ledger, sampler: Callable[[], int], taken: Taken | None = None) -> bool:
     """Measure free memory and publish the budget; whether the budget is as new as this call.
+
+    With it goes what the sampler's own instance has `taken` of its headroom: that is missing from
+    what is free, and need not be left free any more.
 
     Who has died is retired first: what a dead pool held may be free already and still be counted
     as held. A pool that ends or dies meanwhile makes the sample worthless; then it is taken again,
@@ -132,6 +142,7 @@ def take_sample(ledger: Ledger, sampler: Callable[[], int]) -> bool:
             ticket = draw_ticket(words)
         finally:
             file.end()
+        taken_bytes = 0 if taken is None else max(0, taken.told())
         free_bytes = sampler()
         waits: list[tuple[int, int]] = []
         try:
@@ -140,6 +151,8 @@ def take_sample(ledger: Ledger, sampler: Callable[[], int]) -> bool:
             if not all(file.is_leased(w.pool_at(slot)) for slot in ticket.pools):
                 continue
             outcome = publish_sample(words, ticket, free_bytes)
+            if taken is not None and outcome.settled:
+                words[taken.at + w.I_TAKEN] = taken_bytes
             if outcome.rose:
                 waits = waiting(words, None)
         finally:

@@ -57,11 +57,11 @@ def check_mins(ledger: Ledger, words: memoryview, name: str, slot: int | None, n
     LedgerError
         With the table of who has which.
     """
-    rows = {
-        w.get_text(ledger.file.raw, w.instance_at(s) + w.I_NAME, w.NAME_BYTES): terms_of(words, s)
-        for s in live_instances(words)
-        if s != slot
-    }
+    rows, taken_bytes = {}, {}
+    for s in live_instances(words):
+        at = w.instance_at(s)
+        row = name if s == slot else w.get_text(ledger.file.raw, at + w.I_NAME, w.NAME_BYTES)
+        rows[row], taken_bytes[row] = terms_of(words, s), words[at + w.I_TAKEN]
     rows[name] = new
     spec = ledger.spec
     budget_bytes = spec.ceiling_bytes
@@ -71,7 +71,9 @@ def check_mins(ledger: Ledger, words: memoryview, name: str, slot: int | None, n
         # Right after a death the budget is lower than what the next sample will find.
         budget_bytes = max(0, words[w.H_BUDGET])
         beyond_bytes = words[w.H_BEYOND]
-    headroom_bytes = sum(t.headroom_bytes for t in rows.values())
+    headroom_bytes = sum(
+        max(0, t.headroom_bytes - taken_bytes.get(row, 0)) for row, t in rows.items()
+    )
     wanted_bytes = sum(t.min_bytes for t in rows.values()) + max(0, headroom_bytes - beyond_bytes)
     if wanted_bytes <= budget_bytes:
         return

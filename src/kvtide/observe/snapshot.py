@@ -56,6 +56,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     backed_min_bytes: int = 0
     priority: int = 0
     headroom_bytes: int = 0
+    headroom_taken_bytes: int = 0
     non_kv_bytes: int = 0
     loading_bytes: int = 0
     silent: bool = False
@@ -191,6 +192,7 @@ def _instance(instance: InstanceView) -> InstanceStatus:
         backed_min_bytes=instance.backed_min_bytes,
         priority=instance.terms.priority,
         headroom_bytes=instance.terms.headroom_bytes,
+        headroom_taken_bytes=instance.headroom_taken_bytes,
         non_kv_bytes=_non_kv_bytes(instance),
         loading_bytes=instance.loading_bytes,
         silent=instance.silent,

@@ -53,6 +53,7 @@ class _Kind(NamedTuple):
     without: tuple[str, ...] = ()  # of `_COMMON`
     dtype: str = "float32"  # bfloat16 where vLLM's CPU kernels take nothing else
     head_spread: float = 0.0  # see `_spread_head`
+    gpu_dtype: str | None = None  # where vLLM's GPU kernels do not take the other one
 
 
 _GEMMA3: dict[str, Any] = {
@@ -140,7 +141,8 @@ _KINDS = {
             "max_position_embeddings",
         ),
     ),
-    "deepseek": _Kind("deepseek_v2", _DEEPSEEK, without=("head_dim",)),
+    # No attention backend for MLA on a GPU computes in float32.
+    "deepseek": _Kind("deepseek_v2", _DEEPSEEK, without=("head_dim",), gpu_dtype="bfloat16"),
     # What SGLang's CPU engine runs: no experts, and positions stretched as DeepSeek's own are.
     "deepseek-dense": _Kind(
         "deepseek_v2",
@@ -177,12 +179,14 @@ _KINDS = {
 KINDS = tuple(_KINDS)
 
 
-def dtype_of(kind: str) -> str:
+def dtype_of(kind: str, backend: str = "host") -> str:
     """The dtype in which a kind's greedy tokens are the same however requests are batched.
 
-    Serve with `--dtype` and this: vLLM's own choice is 16 bits wide even for float32 weights.
+    Of those that the engines compute in on a backend, `host` or `cuda`. Serve with `--dtype` and
+    this: vLLM's own choice is 16 bits wide even for float32 weights.
     """
-    return _KINDS[kind].dtype
+    on_gpu = _KINDS[kind].gpu_dtype if backend == "cuda" else None
+    return on_gpu or _KINDS[kind].dtype
 
 
 def make_model(kind: str, directory: Path, *, dtype: str | None = None, seed: int = _SEED) -> Path:
@@ -239,7 +243,7 @@ def _write_weights(kind: str, directory: Path, dtype: str, seed: int) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    architecture, differences, without, _, spread = _KINDS[kind]
+    architecture, differences, without, _, spread, _ = _KINDS[kind]
     values = {k: v for k, v in (_COMMON | differences).items() if k not in without}
     config = AutoConfig.for_model(architecture, dtype=dtype, **values)
     with torch.random.fork_rng(devices=[]):

@@ -66,7 +66,7 @@ def run_verify(
         )
     console = Console(stderr=as_json, highlight=False)
     with private_directory("kvtide-verify-") as work:
-        tiny = [Model(k, work / "models" / k, dtype_of(k)) for k in (*TINY, WIDE)]
+        tiny = [Model(k, work / "models" / k, dtype_of(k, backend)) for k in (*TINY, WIDE)]
         chosen = [Model(p.name, p.resolve(), dtype) for p in models] or tiny[:-1]
         lacks = {} if models or backend != "host" else kind.lacks
         every = make_cases(chosen, chosen[0] if models else tiny[-1], backend, lacks)
@@ -155,6 +155,6 @@ def _taken_over(out: Path, setup: Setup, wanted: Sequence[str]) -> dict[str, Cas
 def _make_tiny(models: Sequence[Model], work: Path) -> None:
     """Make them where they are expected."""
     for model in models:
-        made = ensure_model(model.name, work / "made")
+        made = ensure_model(model.name, work / "made", dtype=model.dtype)
         model.path.parent.mkdir(parents=True, exist_ok=True)
         made.rename(model.path)

@@ -83,3 +83,44 @@ def test_what_headroom_lacks_beyond_the_cap_is_demanded(open_ledger):
     assert ledger.is_owing(instance)
     assert ledger.demands(instance) == (76 * MIB, 0)
     assert ledger.reason(instance) == "headroom"
+
+
+def test_what_an_instance_takes_of_its_headroom_is_not_kept_free_once_more(open_ledger):
+    """What torch reserves for activations is missing from what is free already."""
+    ledger = open_ledger(cap_bytes=None)
+    free, taken = [GIB], [0]
+    instance = ledger.register("a", explicit=True, headroom_bytes=GIB)
+    account = ledger.enroll(
+        instance, pool_name="kv", rank=0, blocks_total=1, block_bytes=1, sampler=lambda: free[0]
+    )
+    free[0] = 3 * GIB
+    account.sample()
+    account.grant(2 * GIB)
+    account.created(2 * GIB)
+    account.publish(PoolFigures(1, 1, 1, 1, idle_bytes=2 * GIB))
+    account.take_headroom(lambda: taken[0])
+    free[0], taken[0] = GIB - 600 * MIB, 600 * MIB
+    account.sample()
+    assert ledger.demands(instance) == (0, 0)
+    snapshot = ledger.snapshot()
+    assert (snapshot.withheld_bytes, snapshot.free_bytes) == (424 * MIB, 0)
+    assert snapshot.instances[0].headroom_taken_bytes == 600 * MIB
+    free[0], taken[0] = GIB, 0  # torch gave it back
+    account.sample()
+    assert ledger.snapshot().withheld_bytes == GIB
+    assert ledger.demands(instance) == (0, 0)
+
+
+def test_who_comes_after_has_taken_nothing_yet(open_ledger):
+    ledger = open_ledger(cap_bytes=None)
+    first = ledger.register("a", explicit=True, headroom_bytes=GIB)
+    account = ledger.enroll(
+        first, pool_name="kv", rank=0, blocks_total=1, block_bytes=1, sampler=lambda: 8 * GIB
+    )
+    account.take_headroom(lambda: GIB)
+    account.sample()
+    assert ledger.snapshot().withheld_bytes == 0
+    account.close()
+    first.close()
+    enroll(ledger, headroom_bytes=GIB, free_bytes=8 * GIB)
+    assert ledger.snapshot().withheld_bytes == GIB

@@ -80,6 +80,7 @@ def test_one_instance_with_a_pool(directory):
                         "backed_min_bytes": 0,
                         "priority": 0,
                         "headroom_bytes": 0,
+                        "headroom_taken_bytes": 0,
                         "non_kv_bytes": 0,
                         "loading_bytes": 0,
                         "silent": False,

@@ -56,7 +56,9 @@ def record_own(scheduler: Any, parts: Iterable[Part]) -> None:
             own_bytes=own_bytes,
             weights_bytes=_weights_of(scheduler.tp_worker.model_runner.model),
         )
-        keep_headroom(seat, headroom_bytes, _log)
+        keep_headroom(
+            seat, account, headroom_bytes, lambda: int(torch.cuda.memory_reserved()), _log
+        )
         _log.info(
             "kvtide: %s held beside the KV cache (by the %s), %s headroom",
             format_size(own_bytes),

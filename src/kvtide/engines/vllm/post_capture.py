@@ -67,14 +67,17 @@ def record_headroom(worker: Any, own_bytes: int, source: str) -> None:
     the headroom is what it does not hold now and must find free when a step needs it.
     """
     endpoint = worker.kvtide
-    device = endpoint.memory.device
-    reserved_bytes = int(torch.accelerator.memory_reserved(worker.device))
+    device, account = endpoint.memory.device, endpoint.memory.account
+
+    def reserved() -> int:
+        return int(torch.accelerator.memory_reserved(worker.device))
+
     allocated_bytes = int(torch.accelerator.memory_allocated(worker.device))
     reason = eager_reason(worker.vllm_config, worker.model_runner.kv_cache_config.kv_cache_groups)
     peak_bytes = int(vars(worker).get("peak_activation_memory", 0))
     headroom_bytes = activation_headroom(
         peak_bytes,
-        reserved_bytes=reserved_bytes,
+        reserved_bytes=reserved(),
         allocated_bytes=allocated_bytes,
         whole=reason is not None,
     )
@@ -83,8 +86,8 @@ def record_headroom(worker: Any, own_bytes: int, source: str) -> None:
             "kvtide: %s stay free for activations, since %s", format_size(headroom_bytes), reason
         )
     seat = endpoint.seat
-    keep_headroom(seat, headroom_bytes, _log)
-    endpoint.memory.account.sample()
+    keep_headroom(seat, account, headroom_bytes, reserved, _log)
+    account.sample()
     total_bytes = device.info.total_bytes
     margin_bytes = seat.ledger.spec.margin_bytes
     _log.info(
