@@ -17,21 +17,24 @@ pytestmark = pytest.mark.torch
 
 
 class Memory:
-    """Refuses all, and notes what was asked for."""
+    """Refuses more than it `has`, and notes what was asked for."""
 
     def __init__(self) -> None:
         self.ranks = SimpleNamespace(direct=True, message=lambda: None)
+        self.has = 0
+        self.grown: list[int] = []
         self.asked: list[tuple[int, int]] = []
         self.wished_ahead: list[int] = []
         self.free_count = 0
-        self.wishing = self.pending = self.grows = False
+        self.wishing = self.pending = False
 
     def grow_for(self, blocks: int, desired: int) -> bool:
         self.asked.append((blocks, desired))
         return False
 
     def grow(self, blocks: int) -> bool:
-        return self.grows
+        self.grown.append(blocks)
+        return blocks <= self.has
 
     def wish_ahead(self, blocks: int) -> None:
         self.wished_ahead.append(blocks)
@@ -50,11 +53,11 @@ def tide_that_needs(blocks: int, *, free: int, cached: int = 0) -> Any:
     tide.memory = Memory()
     tide.memory.free_count = free + cached
     tide._pool = SimpleNamespace(free=SimpleNamespace(count=free))
-    tide._need = SimpleNamespace(blocks=lambda: blocks)
+    tide._need = SimpleNamespace(blocks=lambda steps=1: steps * blocks)
     tide._overdue = SimpleNamespace(forget=lambda: None)
     tide._scheduler = SimpleNamespace(running=[object()], has_unfinished_requests=lambda: True)
     tide.watch = SimpleNamespace(search=lambda wishing: None)
-    tide._shortfall, tide._ahead_at = 0, 0.0
+    tide._shortfall, tide._ahead_at, tide._far_at = 0, 0.0, 0.0
     return tide
 
 
@@ -65,7 +68,7 @@ def test_what_coming_steps_lack_is_wished_for_before_a_request_has_to_be_preempt
     assert tide.memory.wished_ahead == [12]
     assert tide.memory.wishing, "a step that missed nothing ended a wish for the next ones"
 
-    tide.memory.grows = True
+    tide.memory.has = 20
     tide._grow_ahead()
     tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
     assert not tide.memory.wishing, "it has come, and is still wished for"
@@ -77,6 +80,26 @@ def test_a_cache_of_its_own_goes_before_that_of_others() -> None:
     tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
     assert tide.memory.wished_ahead == []
     assert not tide.memory.wishing
+
+
+def test_what_other_processes_map_is_asked_for_some_steps_before_it_is_needed() -> None:
+    """It is there a step or two later, and prompts would wait for it at every step."""
+    tide = tide_that_needs(20, free=3)
+    tide.memory.ranks.direct = False
+    tide.memory.has = 60
+    tide._grow_ahead()
+    assert tide.memory.grown == [3 * 20 - 3]
+
+
+def test_where_there_is_not_so_much_the_next_step_alone_is_seen_to() -> None:
+    tide = tide_that_needs(20, free=3)
+    tide.memory.ranks.direct = False
+    tide.memory.has = 20
+    tide._grow_ahead()
+    tide._grow_ahead()
+    far, near = 3 * 20 - 3, 20 - 3
+    assert tide.memory.grown == [far, near, near], "refused, the far one is not asked each step"
+    assert tide.memory.wished_ahead == []
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from kvtide.engines.vllm.eras import waiting_queues
 
-__all__ = ["Need"]
+__all__ = ["STEPS_AHEAD", "Need"]
 
 # Steps in flight, and two.
-_STEPS_AHEAD = 3
+STEPS_AHEAD = 3
 
 
 class _Group(NamedTuple):
@@ -44,22 +44,22 @@ class Need:
         kept = None if window is None else window + self._batch_tokens
         return _Group(spec.block_size, kept, recurrent="mamba_type" in vars(spec))
 
-    def blocks(self) -> int:
+    def blocks(self, steps: int = 1) -> int:
         """Blocks that the running requests need for the steps in flight plus two, and the prompts
-        at the head of the queue as far as one step can take them up."""
+        at the head of the queue as far as so many steps can take them up."""
         scheduler = self._scheduler
         needed = 0
         for request in scheduler.running:
-            ahead = request.num_tokens_with_spec - request.num_computed_tokens + _STEPS_AHEAD
+            ahead = request.num_tokens_with_spec - request.num_computed_tokens + STEPS_AHEAD
             needed += self._for_more(request.num_computed_tokens, ahead)
         room = scheduler.max_num_running_reqs - len(scheduler.running)
-        tokens = self._batch_tokens
+        tokens = steps * self._batch_tokens
         for request in chain(*self._queues()):
             if room <= 0 or tokens <= 0:
                 break
             room -= 1
             tokens -= request.num_tokens
-            needed += self._for_more(0, request.num_tokens + _STEPS_AHEAD)
+            needed += self._for_more(0, request.num_tokens + STEPS_AHEAD)
         return needed
 
     def heads(self) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from kvtide.engines.vllm import introduction
 from kvtide.engines.vllm.blocks import ElasticBlockPool
 from kvtide.engines.vllm.fitting import fits_regrouped, why_never
-from kvtide.engines.vllm.need import Need
+from kvtide.engines.vllm.need import STEPS_AHEAD, Need
 from kvtide.engines.vllm.overdue import Overdue
 from kvtide.engines.vllm.preemption import Preemption
 from kvtide.ledger import Ledger, State
@@ -68,7 +68,7 @@ class Tide:
         self._probe_seconds = _PROBE_SECONDS
         # Before these moments no further try, unless something was freed: to grow ahead of need,
         # and to have what was missed.
-        self._ahead_at = 0.0
+        self._ahead_at = self._far_at = 0.0
         self._missed_at = 0.0
         self._roused = threading.Event()
         wakers = [seat.instance.waker() for seat in self.memory.seats.values()]
@@ -111,7 +111,7 @@ class Tide:
             memory.settle()
         if called:
             self.watch.called = False
-            self._ahead_at = self._missed_at = 0.0
+            self._ahead_at = self._far_at = self._missed_at = 0.0
             self._pressed = True
             memory.hurry()
         idle = not self._scheduler.has_unfinished_requests()
@@ -131,8 +131,15 @@ class Tide:
 
     def _grow_ahead(self) -> None:
         """Have what the coming steps need; where none is left, ask for it before it is missed."""
-        memory, needed = self.memory, self._need.blocks()
+        memory = self.memory
         self._wishes_ahead = False
+        if not memory.ranks.direct and time.monotonic() >= self._far_at:
+            # What other processes map is there some steps later: until then prompts would wait.
+            missing = self._need.blocks(STEPS_AHEAD) - self._pool.free.count
+            if missing <= 0 or memory.grow(missing):
+                return
+            self._far_at = time.monotonic() + _PROBE_SECONDS
+        needed = self._need.blocks()
         missing = needed - self._pool.free.count
         if missing <= 0 or memory.grow(missing):
             return
@@ -230,7 +237,7 @@ class Tide:
     def wake(self) -> None:
         """Something changed that may let the engine go on: look again."""
         self.asleep = False
-        self._ahead_at = self._missed_at = 0.0
+        self._ahead_at = self._far_at = self._missed_at = 0.0
 
     def close(self) -> None:
         """End the watch and let go of the ranks."""
