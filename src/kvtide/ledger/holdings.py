@@ -61,8 +61,10 @@ def headroom_now(words: memoryview) -> int:
     wanted = _column(words, w.I_HEADROOM)
     if not any(wanted):
         return 0
-    left = (max(0, h - t) for h, t in zip(wanted, _column(words, w.I_TAKEN), strict=True))
-    return max(0, sum(left) - words[w.H_BEYOND])
+    taken = _column(words, w.I_TAKEN)
+    if any(taken):
+        wanted = [max(0, h - t) for h, t in zip(wanted, taken, strict=True)]
+    return max(0, sum(wanted) - words[w.H_BEYOND])
 
 
 def waiting(words: memoryview, but: int | None) -> list[tuple[int, int]]:
