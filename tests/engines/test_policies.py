@@ -167,10 +167,11 @@ def test_an_idle_engine_is_below_a_lower_limit_within_100_ms(pair: Pair) -> None
 def test_raising_a_limit_goes_on_without_another_request(pair: Pair) -> None:
     limit_bytes = 3 * SMALLEST_BYTES
     control.limit("a", limit_bytes, directory=pair.fleet.ledgers)
-    (prompt,) = prompts_of(41, 1, 1000, 1000)
+    # With its answer each would fit below the limit alone, of which 1,024 tokens are.
+    (prompt,) = prompts_of(41, 1, 600, 600)
     alone = tokens_of(ask(pair.a, [prompt], 16))
     post(pair.a.url, "/reset_prefix_cache")
-    asking = Asking(pair.a, [prompt, *prompts_of(43, 8, 900, 1000)], 300)
+    asking = Asking(pair.a, [prompt, *prompts_of(43, 8, 400, 500)], 300)
     until(
         lambda: preemptions(pair.a) > 0 or pair.fleet.charge("a") == limit_bytes, 120, "it is full"
     )
