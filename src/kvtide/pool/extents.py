@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.pool.geometry import Geometry, Indices, Strip
-from kvtide.pool.plans import Growth, Run, Shrink, Span, Split, cut, merged, runs_of
+from kvtide.pool.geometry import Geometry
+from kvtide.pool.plans import Growth, Run, Shrink, Span, Split, cut, merged
 
 __all__ = ["Extents"]
 
@@ -16,6 +16,16 @@ Mask = npt.NDArray[np.bool_]
 
 NONE, COMING, MAPPED, LEAVING, BLOCKED = range(5)
 _FILL = [bytes([state]) for state in range(5)]
+
+
+def _marking(*states: int) -> bytes:
+    """A table for `translate`: 1 for each of these states, 0 for the others."""
+    return bytes(state in states for state in range(256))
+
+
+_NOTHING = _marking(NONE)
+_BARRED = _marking(LEAVING, BLOCKED)
+_NOT_MAPPED = _marking(NONE, COMING, LEAVING, BLOCKED)
 
 
 class Extents:
@@ -29,7 +39,7 @@ class Extents:
         self.geometry = geometry
         self.granularity_bytes = geometry.granularity_bytes
         self._cap = max(1, extent_cap_bytes // geometry.granularity_bytes)
-        # The same bytes twice: slices of a run are counted and filled far faster as a bytearray.
+        # The same bytes twice: runs are found, counted and filled far faster as a bytearray.
         self._bytes = bytearray(geometry.granules_total)
         self._state: npt.NDArray[np.int8] = np.frombuffer(self._bytes, np.int8)
         # First granule -> granules, of extents that are mapped (not coming, not leaving).
@@ -49,51 +59,48 @@ class Extents:
             span for run in runs for span in self.geometry.block_spans(run.first, run.granules)
         )
 
-    def backs(self, low: int, high: int, *, coming: bool) -> Mask:
-        """Of blocks [low, high): whether all their granules are mapped; or, `coming`, will be."""
-        result: Mask = np.ones(high - low, np.bool_)
-        count = self._bytes.count
-        for strip, (first, end) in self._runs_under(low, high):
-            good = count(MAPPED, first, end)
-            if coming:
-                good += count(COMING, first, end)
-            if good == end - first:
-                continue
-            if not good:
-                return np.zeros(high - low, np.bool_)
-            state = self._state[first:end]
-            marked = (state == MAPPED) | (state == COMING) if coming else state == MAPPED
-            begins, ends, sums = self._tally(strip, first, marked, low, high)
-            result &= sums[ends] - sums[begins] == ends - begins
-        return result
+    def lacking_under(self, low: int, high: int) -> list[Span]:
+        """Of blocks [low, high): the spans that touch a granule that nothing backs or will."""
+        return self._touching(_NOTHING, low, high)
 
-    def barred_under(self, low: int, high: int) -> Mask:
-        """Of blocks [low, high): whether each touches a granule that leaves or is blocked."""
-        result: Mask = np.zeros(high - low, np.bool_)
-        count = self._bytes.count
-        for strip, (first, end) in self._runs_under(low, high):
-            if count(LEAVING, first, end) or count(BLOCKED, first, end):
-                barred = self._state[first:end] >= LEAVING
-                begins, ends, sums = self._tally(strip, first, barred, low, high)
-                result |= sums[ends] > sums[begins]
-        return result
+    def barred_under(self, low: int, high: int) -> list[Span]:
+        """Of blocks [low, high): the spans that touch a granule that leaves or is blocked."""
+        if LEAVING not in self._bytes and BLOCKED not in self._bytes:
+            return []
+        return self._touching(_BARRED, low, high)
+
+    def unbacked_under(self, low: int, high: int) -> list[Span]:
+        """Of blocks [low, high): the spans that touch a granule that is not mapped."""
+        return self._touching(_NOT_MAPPED, low, high)
 
     def mapped_granules(self) -> Mask:
         """Which granules are mapped and not leaving."""
         mapped: Mask = self._state == MAPPED
         return mapped
 
-    def _runs_under(self, low: int, high: int) -> Iterator[tuple[Strip, tuple[int, int]]]:
-        """Of each strip: the granules [first, end) under the blocks."""
-        return zip(self.geometry.strips, self.geometry.granule_runs(low, high), strict=True)
+    def _touching(self, marking: bytes, low: int, high: int) -> list[Span]:
+        """Of blocks [low, high): the spans that touch a marked granule."""
+        size = self.granularity_bytes
+        spans = set()
+        under = self.geometry.granule_runs(low, high)
+        for (offset, stride, length), run in zip(self.geometry.strips, under, strict=True):
+            for first, end in self._marked(marking, *run):
+                start = max(low, (first * size - offset - length) // stride + 1)
+                stop = min(high, -((offset - end * size) // stride))
+                if start < stop:
+                    spans.add((start, stop))
+        return merged(spans)
 
-    def _tally(
-        self, strip: Strip, base: int, marked: Mask, low: int, high: int
-    ) -> tuple[Indices, Indices, Indices]:
-        """Of each block: its granules [first, end) from `base`; and sums of the marked ones."""
-        first, last = self.geometry.granules_of(np.arange(low, high), strip)
-        sums: Indices = np.concatenate(([0], np.cumsum(marked)))
-        return first - base, last + 1 - base, sums
+    def _marked(self, marking: bytes, first: int, end: int) -> list[tuple[int, int]]:
+        """Of granules [first, end): the runs [first, end) of marked ones."""
+        marks = self._bytes[first:end].translate(marking)
+        runs, stop = [], 0
+        while (start := marks.find(1, stop)) >= 0:
+            stop = marks.find(0, start)
+            if stop < 0:
+                stop = len(marks)
+            runs.append((first + start, first + stop))
+        return runs
 
     # Growth ------------------------------------------------------------------------------------
 
@@ -103,14 +110,10 @@ class Extents:
             run for low, high in targets for run in self.geometry.granule_runs(low, high)
         )
         extents: list[Run] = []
-        for first, last in touched:
-            if self._bytes.count(NONE, first, last) == last - first:
-                runs = [Run(first, last - first)]
-            else:
-                runs = runs_of(self._state[first:last] == NONE, first)
-            for run in runs:
-                extents += cut(run, self._cap)
-        return Growth(tuple(extents), sum(run.granules for run in extents))
+        for run in touched:
+            for first, end in self._marked(_NOTHING, *run):
+                extents += cut(first, end, self._cap)
+        return Growth(tuple(extents), sum([granules for _, granules in extents]))
 
     def begin_growth(self, growth: Growth) -> None:
         """These extents are being mapped."""
@@ -164,9 +167,8 @@ class Extents:
             part[part == NONE] = BLOCKED
 
     def _move(self, runs: Iterable[Run], old: int, new: int) -> None:
-        states = self._bytes
+        states, fill = self._bytes, _FILL[new]
         for first, count in runs:
             end = first + count
-            assert count > 0
-            assert states.count(old, first, end) == count, f"granules {first}..{end} are not {old}"
-            states[first:end] = _FILL[new] * count
+            assert states.count(old, first, end) == count > 0, f"{first}..{end} are not {old}"
+            states[first:end] = fill * count

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Growth", "Run", "Shrink", "Span", "Split", "cut", "merged", "runs_of", "spans_of"]
+__all__ = ["Growth", "Run", "Shrink", "Span", "Split", "cut", "merged", "runs_of", "spans_of", "without"]
 
 
 Span = tuple[int, int]
@@ -84,14 +84,13 @@ class Shrink:
         return [*self.extents, *(run for split in self.splits for run in split.leaving())]
 
 
-def cut(run: Run, cap: int) -> list[Run]:
-    """Cut a run into as few powers of two as make it up, none above `cap`, largest first."""
-    pieces, first, left = [], run.first, run.granules
-    while left:
-        size = min(cap, 1 << (left.bit_length() - 1))
+def cut(first: int, end: int, cap: int) -> list[Run]:
+    """Granules [first, end) as few powers of two, none above `cap`, largest first."""
+    pieces = []
+    while first < end:
+        size = min(cap, 1 << ((end - first).bit_length() - 1))
         pieces.append(Run(first, size))
         first += size
-        left -= size
     return pieces
 
 
@@ -104,6 +103,23 @@ def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((low, high))
     return joined
+
+
+def without(spans: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> list[Span]:
+    """Half-open spans less holes; both in order, and none that overlap."""
+    left, at = [], 0
+    for low, high in spans:
+        while at < len(holes) and holes[at][0] < high:
+            start, end = holes[at]
+            if start > low:
+                left.append((low, start))
+            low = max(low, end)
+            if end > high:  # it may reach into the next one
+                break
+            at += 1
+        if low < high:
+            left.append((low, high))
+    return left
 
 
 def spans_of(mask: npt.NDArray[np.bool_], base: int) -> list[Span]:

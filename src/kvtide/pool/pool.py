@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvtide.pool.extents import Extents
 from kvtide.pool.geometry import Geometry
-from kvtide.pool.plans import Growth, Run, Shrink, Span, Split, merged, spans_of
+from kvtide.pool.plans import Growth, Run, Shrink, Span, Split, merged, without
 from kvtide.pool.reclaim import Selection, Standing
 
 __all__ = ["Pool", "Reclaim", "Splits"]
@@ -77,7 +77,9 @@ class Pool:
         self.blocks_total = geometries[0].blocks_total
         assert all(g.blocks_total == self.blocks_total for g in geometries)
         self.shapes = [Extents(g, extent_cap_bytes) for g in geometries]
-        self._usable = np.zeros(self.blocks_total, np.bool_)
+        # The same bytes twice, as of granules.
+        self._usable_bytes = bytearray(self.blocks_total)
+        self._usable: Mask = np.frombuffer(self._usable_bytes, np.bool_)
         # No block below this one is open, or is going to be unless it says so here.
         self._low = 0
         self.usable_count = 0
@@ -108,12 +110,7 @@ class Pool:
         low, window = self._low, max(2 * wanted, 256)
         while wanted and low < self.blocks_total:
             high = min(low + window, self.blocks_total)
-            is_open, coming = ~self._usable[low:high], np.ones(high - low, np.bool_)
-            for shape in self.shapes:
-                coming &= shape.backs(low, high, coming=True)
-                is_open &= ~shape.barred_under(low, high)
-            is_open &= ~coming
-            for start, end in spans_of(is_open, low):
+            for start, end in self._open(low, high):
                 taken = min(wanted, end - start)
                 targets.append((start, start + taken))
                 wanted -= taken
@@ -123,6 +120,12 @@ class Pool:
         if targets:
             self._low = targets[0][0]
         return targets
+
+    def _open(self, low: int, high: int) -> list[Span]:
+        """Of blocks [low, high), those that mapping can make usable."""
+        lacking = [span for shape in self.shapes for span in shape.lacking_under(low, high)]
+        barred = [span for shape in self.shapes for span in shape.barred_under(low, high)]
+        return without(merged(lacking), merged(barred))
 
     def begin_growth(self, growths: list[Growth]) -> None:
         """Note that the ranks are mapping this: its blocks are no longer open."""
@@ -220,17 +223,15 @@ class Pool:
         return usable
 
     def _put_in_circulation(self, touched: list[Span]) -> list[Span]:
-        """The spans of these blocks that all shapes back now, and that were not usable before."""
+        """The spans of these blocks, none of them usable yet, that all shapes back now."""
         fresh: list[Span] = []
         for low, high in touched:
-            backed = ~self._usable[low:high]
-            for shape in self.shapes:
-                backed &= shape.backs(low, high, coming=False)
-            spans = spans_of(backed, low)
-            for start, end in spans:
-                self._usable[start:end] = True
-                self.usable_count += end - start
-            fresh += spans
+            unbacked = [span for shape in self.shapes for span in shape.unbacked_under(low, high)]
+            fresh += without([(low, high)], merged(unbacked))
+        for start, end in fresh:
+            assert not self._usable_bytes.count(1, start, end)
+            self._usable_bytes[start:end] = b"\1" * (end - start)
+            self.usable_count += end - start
         return fresh
 
     def _touched(self, growths: list[Growth]) -> list[Span]:

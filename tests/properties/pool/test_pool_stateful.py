@@ -149,7 +149,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.confirm_growth(growths)
         barred = np.zeros(self.pool.blocks_total, np.bool_)
         for shape in self.pool.shapes:
-            barred |= shape.barred_under(0, self.pool.blocks_total)
+            for low, high in shape.barred_under(0, self.pool.blocks_total):
+                barred[low:high] = True
         assert np.array_equal(self.pool.usable_mask(), ~barred)
 
 
