@@ -55,9 +55,8 @@ class Extents:
 
     def blocks_under(self, runs: Iterable[Run]) -> list[Span]:
         """The blocks that touch these runs, as spans in order."""
-        return merged(
-            span for run in runs for span in self.geometry.block_spans(run.first, run.granules)
-        )
+        block_spans = self.geometry.block_spans
+        return merged({span for first, count in runs for span in block_spans(first, count)})
 
     def lacking_under(self, low: int, high: int) -> list[Span]:
         """Of blocks [low, high): the spans that touch a granule that nothing backs or will."""

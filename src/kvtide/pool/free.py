@@ -80,10 +80,10 @@ class FreeBlocks(Generic[B]):
 
     def withdraw(self, gone: npt.NDArray[np.bool_]) -> None:
         """Drop every free block whose number is marked in `gone`, shape (blocks_total,)."""
-        size = self._drawer_blocks
+        size, marks = self._drawer_blocks, gone.tobytes()
         for number in np.unique(np.flatnonzero(gone) // size).tolist():
             drawer = self._drawers[number]
-            kept = [block for block in drawer if not gone[block.block_id]]
+            kept = [block for block in drawer if not marks[block.block_id]]
             self.count -= len(drawer) - len(kept)
             drawer[:] = kept
         self._stocked = [n for n in set(self._stocked) if self._drawers[n]]
@@ -92,6 +92,11 @@ class FreeBlocks(Generic[B]):
     def mask(self, blocks_total: int) -> npt.NDArray[np.bool_]:
         """Which blocks are free, by number."""
         free = np.zeros(blocks_total, np.bool_)
+        size = self._drawer_blocks
         for number in self._stocked:
-            free[[block.block_id for block in self._drawers[number]]] = True
+            drawer = self._drawers[number]
+            if len(drawer) == size:
+                free[number * size : (number + 1) * size] = True
+            else:
+                free[[block.block_id for block in drawer]] = True
         return free

@@ -106,18 +106,14 @@ class Geometry:
         end = start + granules * self.granularity_bytes
         total = self.blocks_total
         spans = []
-        for offset, stride, length in self._strips_over(start, end):
+        last = bisect_left(self._starts, end)
+        first = bisect_right(self._ends, start, 0, last)
+        for offset, stride, length in self.strips[first:last]:
             low = max(0, (start - offset - length) // stride + 1)
             high = min(total, -((offset - end) // stride))
             if low < high:
                 spans.append((low, high))
         return spans
-
-    def _strips_over(self, start: int, end: int) -> tuple[Strip, ...]:
-        """The strips that may have bytes in [start, end)."""
-        last = bisect_left(self._starts, end)
-        first = bisect_right(self._ends, start, 0, last)
-        return self.strips[first:last]
 
     def granules_of(self, blocks: Indices, strip: Strip) -> tuple[Indices, Indices]:
         """First and last granule that each of these blocks touches in one strip."""
@@ -126,14 +122,22 @@ class Geometry:
             start + strip.length_bytes - 1
         ) // self.granularity_bytes
 
-    def blocks_touching(
-        self, first_granule: Indices, end_granule: Indices, strip: Strip
-    ) -> tuple[Indices, Indices]:
-        """For runs of granules [first, end): the blocks [low, high) of a strip that touch them."""
-        size = self.granularity_bytes
-        low = (
-            first_granule * size - strip.offset_bytes - strip.length_bytes
-        ) // strip.stride_bytes + 1
-        high = -((strip.offset_bytes - end_granule * size) // strip.stride_bytes)
-        low = np.clip(low, 0, self.blocks_total)
-        return low, np.maximum(low, np.clip(high, 0, self.blocks_total))
+    def blocks_over(self, first: Indices, end: Indices) -> tuple[Indices, Indices, Indices]:
+        """For runs of granules [first, end): the blocks that touch them, one span a strip.
+
+        Returns
+        -------
+        which, low, high
+            Of each span: the run, by its place among them, and its blocks [low, high).
+        """
+        start, stop = first * self.granularity_bytes, end * self.granularity_bytes
+        last_strip = np.searchsorted(self._starts, stop)
+        first_strip = np.minimum(np.searchsorted(self._ends, start, "right"), last_strip)
+        strips = last_strip - first_strip
+        which = np.repeat(np.arange(len(first)), strips)
+        strip = np.arange(len(which)) - (np.cumsum(strips) - last_strip)[which]
+        offset, stride, length = np.array(self.strips)[strip].T
+        low = np.maximum((start[which] - offset - length) // stride + 1, 0)
+        high = np.minimum(-((offset - stop[which]) // stride), self.blocks_total)
+        some = low < high
+        return which[some], low[some], high[some]

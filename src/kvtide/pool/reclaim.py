@@ -51,8 +51,13 @@ class Selection:
         self.granules = 0
         self._whole: list[Run] = []
         self._splits: list[Split] = []
-        table = np.array(list(extents.mapped.items()), np.int64).reshape(-1, 2)
+        self._runs = list(extents.mapped.items())
+        table = np.array(self._runs, np.int64).reshape(-1, 2)
         self._first, self._count = table[:, 0], table[:, 1]
+        # The blocks [low, high) over each extent, one span a strip.
+        self._which, self._low, self._high = extents.geometry.blocks_over(
+            self._first, self._first + self._count
+        )
 
     def choose_whole(
         self, wanted_granules: int | None, *, cached: bool, at_most: bool = False
@@ -128,21 +133,14 @@ class Selection:
 
     def withdrawn(self) -> Mask:
         """Usable blocks that touch what is chosen."""
-        usable = self._standing.usable
-        result: Mask = np.zeros(len(usable), np.bool_)
-        blocks = np.flatnonzero(usable)
-        sums = np.concatenate(([0], np.cumsum(self._gone)))
-        for strip in self._extents.geometry.strips:
-            first, last = self._extents.geometry.granules_of(blocks, strip)
-            result[blocks[sums[last + 1] > sums[first]]] = True
-        return result
+        result: Mask = np.zeros(len(self._standing.usable), np.bool_)
+        for low, high in self._extents.blocks_under(runs_of(self._gone)):
+            result[low:high] = True
+        return result & self._standing.usable
 
     def choose_stranded(self, left: Mask) -> None:
         """Choose as well the extents that serve none of the blocks that are left."""
-        sums = np.concatenate(([0], np.cumsum(left)))
-        serves = np.zeros(len(self._first), np.int64)
-        for low, high in self._blocks_over():
-            serves += sums[high] - sums[low]
+        serves = self._over_each(left)
         for i in np.flatnonzero((serves == 0) & ~self._gone[self._first]).tolist():
             self._take(i)
 
@@ -156,13 +154,13 @@ class Selection:
     # -------------------------------------------------------------------------------------------
 
     def _take(self, i: int) -> None:
-        run = Run(int(self._first[i]), int(self._count[i]))
+        run = Run(*self._runs[i])
         self._gone[run.first : run.first + run.granules] = True
         self.granules += run.granules
         self._whole.append(run)
 
     def _split(self, i: int, needed: Mask, staging: tuple[int, ...]) -> None:
-        first, count = int(self._first[i]), int(self._count[i])
+        first, count = self._runs[i]
         part = needed[first : first + count]
         self._gone[first : first + count] = ~part
         self.granules += count - int(np.count_nonzero(part))
@@ -177,28 +175,23 @@ class Selection:
         found: list[int] = np.flatnonzero(spare)[:wanted].tolist()
         return tuple(found) if len(found) == wanted else ()
 
-    def _blocks_over(self) -> list[tuple[Indices, Indices]]:
-        """Of every strip, the blocks [low, high) that touch each extent."""
-        geometry, end = self._extents.geometry, self._first + self._count
-        return [geometry.blocks_touching(self._first, end, strip) for strip in geometry.strips]
+    def _over_each(self, marked: Mask) -> Indices:
+        """How many marked blocks touch each extent; one of several strips counts in each."""
+        sums = np.concatenate(([0], np.cumsum(marked)))
+        counts = np.zeros(len(self._runs), np.int64)
+        np.add.at(counts, self._which, sums[self._high] - sums[self._low])
+        return counts
 
     def _survey(self) -> tuple[Mask, Indices, Indices]:
         """Of each extent: no live block touches it; its newest cached block; how many it holds."""
-        live_sum = np.concatenate(([0], np.cumsum(self._standing.live)))
-        cached_sum = np.concatenate(([0], np.cumsum(self._standing.cached_age >= 0)))
-        # Behind the last block there must be one value more for ranges that end there.
-        age = np.append(self._standing.cached_age, -1)
-        live = np.zeros(len(self._first), np.int64)
-        held = np.zeros(len(self._first), np.int64)
-        newest = np.full(len(self._first), -1, np.int64)
-        for low, high in self._blocks_over():
-            some = low < high
-            live += live_sum[high] - live_sum[low]
-            held += cached_sum[high] - cached_sum[low]
-            if np.any(some):
-                ranges = np.stack((low[some], high[some]), axis=1).ravel()
-                newest[some] = np.maximum(newest[some], np.maximum.reduceat(age, ranges)[::2])
-        return live == 0, newest, held
+        age = self._standing.cached_age
+        newest = np.full(len(self._runs), -1, np.int64)
+        if len(self._which):
+            # Behind the last block there must be one value more for spans that end there.
+            bounds = np.stack((self._low, self._high), axis=1).ravel()
+            newest_over = np.maximum.reduceat(np.append(age, -1), bounds)[::2]
+            np.maximum.at(newest, self._which, newest_over)
+        return self._over_each(self._standing.live) == 0, newest, self._over_each(age >= 0)
 
     def _granules_under(self, blocks: Indices) -> Mask:
         marks = np.zeros(self._extents.geometry.granules_total + 1, np.int64)
