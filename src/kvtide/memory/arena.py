@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from kvtide.device.base import Device, Handle
@@ -75,7 +75,7 @@ class Arena:
         """Bytes that the device did not take back; they stay charged."""
         return self._backing.quarantined_bytes
 
-    def grow(self, spans: Iterable[Span]) -> bool:
+    def grow(self, spans: Iterable[tuple[int, int]]) -> bool:
         """Map memory, all zeros, at exactly these spans, one handle each.
 
         Returns
@@ -93,25 +93,25 @@ class Arena:
         """
         wanted = sorted(spans)
         self._check_growable(wanted)
-        runs = [(self.address + run.offset_bytes, run.size_bytes) for run in merge(wanted)]
-        if any(self._backing.blocks(address, size_bytes) for address, size_bytes in runs):
+        backing, base = self._backing, self.address
+        runs = [(base + offset, size_bytes) for offset, size_bytes in merge(wanted)]
+        if backing.blocks(runs):
             return False
-        handles = []
+        grown = []
         with Transaction() as change:
-            for span in wanted:
-                handle = self._backing.create(span.size_bytes, change)
+            for offset, size_bytes in wanted:
+                handle = backing.create(size_bytes, change)
                 if handle is None:
                     return False
-                self._backing.map(self.address + span.offset_bytes, handle, change)
-                handles.append(handle)
+                backing.map(base + offset, handle, change)
+                grown.append((offset, handle))
             if not self.device.info.creates_zeros:
                 self.device.zero(runs)
             change.commit()
-        for span, handle in zip(wanted, handles, strict=True):
-            self._add(span.offset_bytes, handle)
+        self._add(grown)
         return True
 
-    def shrink(self, spans: Iterable[Span]) -> None:
+    def shrink(self, spans: Iterable[tuple[int, int]]) -> None:
         """Unmap and release these spans, each exactly one or more whole extents.
 
         What the device does not take back is quarantined (`quarantined_bytes` tells how much).
@@ -121,10 +121,11 @@ class Arena:
         ValueError
             A span is not made of whole extents; nothing has changed then.
         """
+        backing, base = self._backing, self.address
         for offset in [at for span in merge(spans) for at in self._extents_of(span)]:
             handle = self._remove(offset)
-            self._backing.unmap(self.address + offset, handle)
-            self._backing.release(handle)
+            backing.unmap(base + offset, handle)
+            backing.release(handle)
 
     def split(self, span: Span, keep: Sequence[Span]) -> bool:
         """Exchange an extent for handles of just some of its parts, contents and places kept.
@@ -183,8 +184,8 @@ class Arena:
             _log.warning("an extent of %d bytes was not split: %s", span.size_bytes, error)
             return False
         self._remove(span.offset_bytes)
-        for part, handle in zip(parts, handles, strict=True):
-            self._add(part.offset_bytes, handle)
+        offsets = [part.offset_bytes for part in parts]
+        self._add(list(zip(offsets, handles, strict=True)))
         self._backing.unmap(scratch, whole)
         self._backing.release(whole)
         self._drop_scratch(scratch, span.size_bytes)
@@ -201,7 +202,7 @@ class Arena:
         handle = self._remove(extent.offset_bytes)
         if self._backing.take_back(self.address + extent.offset_bytes, handle):
             return True
-        self._add(extent.offset_bytes, handle)
+        self._add([(extent.offset_bytes, handle)])
         return False
 
     def retry_quarantined(self) -> int:
@@ -230,7 +231,7 @@ class Arena:
             return
         self.shrink(self.extents)
         self.retry_quarantined()
-        if not self._backing.blocks(self.address, self.size_bytes):
+        if not self._backing.blocks([(self.address, self.size_bytes)]):
             self.device.unreserve(self.address, self.size_bytes)
             self._closed = True
 
@@ -244,7 +245,7 @@ class Arena:
             raise
 
     def _drop_scratch(self, address: int, size_bytes: int) -> None:
-        if not self._backing.blocks(address, size_bytes):
+        if not self._backing.blocks([(address, size_bytes)]):
             try:
                 self.device.unreserve(address, size_bytes)
                 return
@@ -252,11 +253,12 @@ class Arena:
                 _log.warning("%d bytes of addresses are lost for now: %s", size_bytes, error)
         self._scratch[address] = size_bytes
 
-    def _add(self, offset: int, handle: Handle) -> None:
-        assert offset not in self._handles, f"an extent is at {offset} already"
-        self._handles[offset] = handle
-        insort(self._offsets, offset)
-        self._mapped_bytes += handle.size_bytes
+    def _add(self, extents: Sequence[tuple[int, Handle]]) -> None:
+        before = len(self._handles)
+        self._handles.update(extents)
+        assert len(self._handles) == before + len(extents), "an extent is there already"
+        self._offsets = sorted(self._handles)
+        self._mapped_bytes += sum([handle.size_bytes for _, handle in extents])
         self._view = None
 
     def _remove(self, offset: int) -> Handle:
@@ -267,26 +269,25 @@ class Arena:
         return handle
 
     def _extents_of(self, span: Span) -> list[int]:
-        first = bisect_left(self._offsets, span.offset_bytes)
-        last = bisect_left(self._offsets, span.end_bytes)
-        offsets = self._offsets[first:last]
-        at = span.offset_bytes
+        at, end = span.offset_bytes, span.end_bytes
+        offsets = self._offsets[bisect_left(self._offsets, at) : bisect_left(self._offsets, end)]
         for offset in offsets:
             if offset != at:
                 break
             at += self._handles[offset].size_bytes
-        if not offsets or at != span.end_bytes:
+        if not offsets or at != end:
             raise ValueError(f"{span} is not made of whole extents")
         return offsets
 
-    def _check_growable(self, wanted: list[Span]) -> None:
+    def _check_growable(self, wanted: Sequence[tuple[int, int]]) -> None:
         self._check_granules(wanted, 0, self.size_bytes)
-        for span in wanted:
-            after = bisect_left(self._offsets, span.end_bytes)
+        offsets, handles = self._offsets, self._handles
+        for offset, size_bytes in wanted:
+            after = bisect_left(offsets, offset + size_bytes)
             if after:
-                before = self._offsets[after - 1]
-                if before + self._handles[before].size_bytes > span.offset_bytes:
-                    raise ValueError(f"{span} is mapped already, at least in part")
+                before = offsets[after - 1]
+                if before + handles[before].size_bytes > offset:
+                    raise ValueError(f"{Span(offset, size_bytes)} is mapped already, at least in part")
 
     def _check_splittable(self, span: Span, parts: list[Span]) -> None:
         handle = self._handles.get(span.offset_bytes)
@@ -296,12 +297,17 @@ class Arena:
             raise ValueError("nothing is kept: shrink instead of splitting")
         self._check_granules(parts, span.offset_bytes, span.end_bytes)
 
-    def _check_granules(self, spans: list[Span], start: int, end: int) -> None:
+    def _check_granules(self, spans: Sequence[tuple[int, int]], start: int, end: int) -> None:
         granule = self.device.info.granularity_bytes
         at = start
-        for span in spans:
-            if span.size_bytes <= 0 or span.size_bytes % granule or span.offset_bytes % granule:
-                raise ValueError(f"{span} is not made of granules of {granule} bytes")
-            if span.offset_bytes < at or span.end_bytes > end:
-                raise ValueError(f"{span} overlaps another one or is outside {start}..{end}")
-            at = span.end_bytes
+        for offset, size_bytes in spans:
+            behind = offset + size_bytes
+            if size_bytes <= 0 or size_bytes % granule or offset % granule:
+                raise ValueError(
+                    f"{Span(offset, size_bytes)} is not made of granules of {granule} bytes"
+                )
+            if offset < at or behind > end:
+                raise ValueError(
+                    f"{Span(offset, size_bytes)} overlaps another one or is outside {start}..{end}"
+                )
+            at = behind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from kvtide.device.base import Device, Handle
@@ -138,10 +139,11 @@ class Backing:
             self.release(handle)
         return sum(handle.size_bytes for handle in retried) - self.quarantined_bytes
 
-    def blocks(self, address: int, size_bytes: int) -> bool:
-        """Whether memory that could not be unmapped is somewhere in these addresses."""
+    def blocks(self, runs: Iterable[tuple[int, int]]) -> bool:
+        """Whether memory that could not be unmapped is in any of these (address, size)."""
         return any(
             at < address + size_bytes and address < at + handle.size_bytes
             for handle, addresses in self._stuck.items()
             for at in addresses
+            for address, size_bytes in runs
         )

@@ -26,15 +26,17 @@ class Span(NamedTuple):
         return self.offset_bytes + self.size_bytes
 
 
-def merge(spans: Iterable[Span]) -> list[Span]:
+def merge(spans: Iterable[tuple[int, int]]) -> list[Span]:
     """Sort spans and join those that touch or overlap."""
     runs: list[Span] = []
-    for span in sorted(spans):
-        if runs and span.offset_bytes <= runs[-1].end_bytes:
-            start = runs[-1].offset_bytes
-            runs[-1] = Span(start, max(runs[-1].end_bytes, span.end_bytes) - start)
+    start = end = 0
+    for offset, size_bytes in sorted(spans):
+        if runs and offset <= end:
+            end = max(end, offset + size_bytes)
+            runs[-1] = Span(start, end - start)
         else:
-            runs.append(span)
+            start, end = offset, offset + size_bytes
+            runs.append(Span(start, size_bytes))
     return runs
 
 

@@ -53,23 +53,25 @@ class Extents:
 
     # Which blocks, which granules --------------------------------------------------------------
 
-    def blocks_under(self, runs: Iterable[Run]) -> list[Span]:
-        """The blocks that touch these runs, as spans in order."""
-        block_spans = self.geometry.block_spans
-        return merged({span for first, count in runs for span in block_spans(first, count)})
+    # All in spans that may overlap, each but once.
 
-    def lacking_under(self, low: int, high: int) -> list[Span]:
-        """Of blocks [low, high): the spans that touch a granule that nothing backs or will."""
+    def blocks_under(self, runs: Iterable[Run]) -> set[Span]:
+        """The blocks that touch these runs."""
+        block_spans = self.geometry.block_spans
+        return {span for first, count in runs for span in block_spans(first, count)}
+
+    def lacking_under(self, low: int, high: int) -> set[Span]:
+        """Of blocks [low, high): those that touch a granule that nothing backs or will."""
         return self._touching(_NOTHING, low, high)
 
-    def barred_under(self, low: int, high: int) -> list[Span]:
-        """Of blocks [low, high): the spans that touch a granule that leaves or is blocked."""
+    def barred_under(self, low: int, high: int) -> set[Span]:
+        """Of blocks [low, high): those that touch a granule that leaves or is blocked."""
         if LEAVING not in self._bytes and BLOCKED not in self._bytes:
-            return []
+            return set()
         return self._touching(_BARRED, low, high)
 
-    def unbacked_under(self, low: int, high: int) -> list[Span]:
-        """Of blocks [low, high): the spans that touch a granule that is not mapped."""
+    def unbacked_under(self, low: int, high: int) -> set[Span]:
+        """Of blocks [low, high): those that touch a granule that is not mapped."""
         return self._touching(_NOT_MAPPED, low, high)
 
     def mapped_granules(self) -> Mask:
@@ -77,10 +79,10 @@ class Extents:
         mapped: Mask = self._state == MAPPED
         return mapped
 
-    def _touching(self, marking: bytes, low: int, high: int) -> list[Span]:
-        """Of blocks [low, high): the spans that touch a marked granule."""
+    def _touching(self, marking: bytes, low: int, high: int) -> set[Span]:
+        """Of blocks [low, high): those that touch a marked granule."""
         size = self.granularity_bytes
-        spans = set()
+        spans: set[Span] = set()
         under = self.geometry.granule_runs(low, high)
         for (offset, stride, length), run in zip(self.geometry.strips, under, strict=True):
             for first, end in self._marked(marking, *run):
@@ -88,7 +90,7 @@ class Extents:
                 stop = min(high, -((offset - end * size) // stride))
                 if start < stop:
                     spans.add((start, stop))
-        return merged(spans)
+        return spans
 
     def _marked(self, marking: bytes, first: int, end: int) -> list[tuple[int, int]]:
         """Of granules [first, end): the runs [first, end) of marked ones."""

@@ -69,13 +69,15 @@ class FreeBlocks(Generic[B]):
 
     def give_span(self, blocks: Sequence[B], low: int, high: int) -> None:
         """Put back blocks [low, high) of all `blocks`; the lowest is taken first."""
-        size = self._drawer_blocks
-        for number in range(low // size, -(-high // size)):
-            start, end = max(low, number * size), min(high, (number + 1) * size)
+        size, start = self._drawer_blocks, low
+        while start < high:
+            number = start // size
+            end = min(high, (number + 1) * size)
             drawer = self._drawers[number]
             if not drawer:
                 heappush(self._stocked, number)
-            drawer += blocks[start:end][::-1]
+            drawer += reversed(blocks[start:end])
+            start = end
         self.count += high - low
 
     def withdraw(self, gone: npt.NDArray[np.bool_]) -> None:

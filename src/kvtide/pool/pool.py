@@ -8,7 +8,7 @@ where geometries differ (pipeline parallel) a block is usable when all back it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -123,9 +123,10 @@ class Pool:
 
     def _open(self, low: int, high: int) -> list[Span]:
         """Of blocks [low, high), those that mapping can make usable."""
-        lacking = [span for shape in self.shapes for span in shape.lacking_under(low, high)]
-        barred = [span for shape in self.shapes for span in shape.barred_under(low, high)]
-        return without(merged(lacking), merged(barred))
+        shapes = self.shapes
+        lacking = merged([span for shape in shapes for span in shape.lacking_under(low, high)])
+        barred = merged([span for shape in shapes for span in shape.barred_under(low, high)])
+        return without(lacking, barred)
 
     def begin_growth(self, growths: list[Growth]) -> None:
         """Note that the ranks are mapping this: its blocks are no longer open."""
@@ -204,7 +205,7 @@ class Pool:
     def keep_whole(self, shape: int, split: Split) -> list[Span]:
         """No rank of a shape has split an extent; the spans of blocks that are usable again."""
         self.shapes[shape].keep_whole(split)
-        touched = self.shapes[shape].blocks_under(split.leaving())
+        touched = merged(self.shapes[shape].blocks_under(split.leaving()))
         fresh = self._put_in_circulation(touched)
         self._reopen(touched)
         return fresh
@@ -224,10 +225,13 @@ class Pool:
 
     def _put_in_circulation(self, touched: list[Span]) -> list[Span]:
         """The spans of these blocks, none of them usable yet, that all shapes back now."""
-        fresh: list[Span] = []
-        for low, high in touched:
-            unbacked = [span for shape in self.shapes for span in shape.unbacked_under(low, high)]
-            fresh += without([(low, high)], merged(unbacked))
+        unbacked = [
+            span
+            for low, high in touched
+            for shape in self.shapes
+            for span in shape.unbacked_under(low, high)
+        ]
+        fresh = without(touched, merged(unbacked))
         for start, end in fresh:
             assert not self._usable_bytes.count(1, start, end)
             self._usable_bytes[start:end] = b"\1" * (end - start)
@@ -235,12 +239,8 @@ class Pool:
         return fresh
 
     def _touched(self, growths: list[Growth]) -> list[Span]:
-        return merged(
-            span
-            for shape, growth in zip(self.shapes, growths, strict=True)
-            for span in shape.blocks_under(growth.extents)
-        )
+        pairs = zip(self.shapes, growths, strict=True)
+        return merged([span for shape, g in pairs for span in shape.blocks_under(g.extents)])
 
-    def _reopen(self, spans: list[Span]) -> None:
-        if spans:
-            self._low = min(self._low, spans[0][0])
+    def _reopen(self, spans: Iterable[Span]) -> None:
+        self._low = min([self._low, *(low for low, _ in spans)])

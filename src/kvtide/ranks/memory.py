@@ -105,7 +105,7 @@ class RankMemory:
             _log.warning("an order to map what was never granted is not carried out: %s", order)
             return Answer(order.sequence, False)
         try:
-            done = self.arena.grow([Span(*place) for place in order.extents])
+            done = self.arena.grow(order.extents)
         except DeviceError as error:
             _log.warning("the device did not map %d extents: %s", len(order.extents), error)
             done = False
@@ -129,7 +129,7 @@ class RankMemory:
 
     def _shrink(self, order: Shrink) -> Answer:
         stuck_before = self.arena.quarantined_bytes
-        self.arena.shrink([Span(*place) for place in order.extents])
+        self.arena.shrink(order.extents)
         kept = list(order.splits)
         # What goes carries the splits after it: where something has not gone, none is made.
         while kept and self.arena.quarantined_bytes == stuck_before and self._split(*kept[0]):
