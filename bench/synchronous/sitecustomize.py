@@ -48,7 +48,7 @@ def patch_elastic(module: Any) -> None:
 
 def synchronous_grow(self: Any, growths: list[Any], cause: int = 0) -> Any:
     from kvtide.ledger import Refusal
-    from kvtide.ranks.batches import places
+    from kvtide.ranks.places import places
 
     self.pool.begin_growth(growths)
     of_shape = [places(g.extents, self._granule) for g in growths]

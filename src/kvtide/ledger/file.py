@@ -54,6 +54,7 @@ class LedgerFile:
         self._pid = os.getpid()
         self._lock = lock
         found = os.fstat(lock_fd)
+        self._where = os.fspath(path)
         self._identity = (found.st_ino, found.st_dev)
         self._fds = [lock_fd]
         self._probe_fd = lock_fd
@@ -141,10 +142,8 @@ class LedgerFile:
             The file at the path is not this one any more, was cut, or is damaged; or this is
             closed.
         """
-        if self.closed is not None:
-            raise LedgerError(self.closed)
+        self.check()
         words = self.words
-        self._look()
         before = words[w.H_SEQUENCE]
         if not self._lock.acquire(patience_s):
             if words[w.H_SEQUENCE] != before:
@@ -197,7 +196,8 @@ class LedgerFile:
         """
         if self.closed is not None:
             raise LedgerError(self.closed)
-        self._look()
+        if time.monotonic() >= self._look_at:
+            self._look()
 
     def check_whole(self) -> None:
         """As `check`, and that what live records say can be. Raises as `check` does."""
@@ -211,7 +211,7 @@ class LedgerFile:
 
     def _check_identity(self) -> None:
         try:
-            found = os.stat(self.path)  # noqa: PTH116 - on the path of every grant
+            found = os.stat(self._where)  # noqa: PTH116 - on the path of every grant
         except OSError:
             raise LedgerError(self._replaced()) from None
         if (found.st_ino, found.st_dev) != self._identity:
@@ -225,8 +225,6 @@ class LedgerFile:
         Now and then: a system call lets other threads have the interpreter, which an engine must
         not do in every step.
         """
-        if time.monotonic() < self._look_at:
-            return
         size_bytes = os.fstat(self._probe_fd).st_size
         if size_bytes != w.FILE_BYTES:
             raise LedgerError(self._cut(size_bytes))

@@ -44,6 +44,7 @@ class Arena:
         self.device = device
         self.size_bytes = size_bytes
         self.address = device.reserve(size_bytes)
+        self._info = device.info
         self._backing = Backing(device, meter)
         self._handles: dict[int, Handle] = {}
         self._offsets: list[int] = []
@@ -105,7 +106,7 @@ class Arena:
                     return False
                 backing.map(base + offset, handle, change)
                 grown.append((offset, handle))
-            if not self.device.info.creates_zeros:
+            if not self._info.creates_zeros:
                 self.device.zero(runs)
             change.commit()
         self._add(grown)
@@ -122,7 +123,7 @@ class Arena:
             A span is not made of whole extents; nothing has changed then.
         """
         backing, base = self._backing, self.address
-        for offset in [at for span in merge(spans) for at in self._extents_of(span)]:
+        for offset in [at for run in merge(spans) for at in self._extents_of(*run)]:
             handle = self._remove(offset)
             backing.unmap(base + offset, handle)
             backing.release(handle)
@@ -257,7 +258,8 @@ class Arena:
         before = len(self._handles)
         self._handles.update(extents)
         assert len(self._handles) == before + len(extents), "an extent is there already"
-        self._offsets = sorted(self._handles)
+        self._offsets += [offset for offset, _ in extents]
+        self._offsets.sort()
         self._mapped_bytes += sum([handle.size_bytes for _, handle in extents])
         self._view = None
 
@@ -268,15 +270,15 @@ class Arena:
         self._view = None
         return handle
 
-    def _extents_of(self, span: Span) -> list[int]:
-        at, end = span.offset_bytes, span.end_bytes
+    def _extents_of(self, start: int, size_bytes: int) -> list[int]:
+        at, end = start, start + size_bytes
         offsets = self._offsets[bisect_left(self._offsets, at) : bisect_left(self._offsets, end)]
         for offset in offsets:
             if offset != at:
                 break
             at += self._handles[offset].size_bytes
         if not offsets or at != end:
-            raise ValueError(f"{span} is not made of whole extents")
+            raise ValueError(f"{Span(start, size_bytes)} is not made of whole extents")
         return offsets
 
     def _check_growable(self, wanted: Sequence[tuple[int, int]]) -> None:
@@ -287,7 +289,9 @@ class Arena:
             if after:
                 before = offsets[after - 1]
                 if before + handles[before].size_bytes > offset:
-                    raise ValueError(f"{Span(offset, size_bytes)} is mapped already, at least in part")
+                    raise ValueError(
+                        f"{Span(offset, size_bytes)} is mapped already, at least in part"
+                    )
 
     def _check_splittable(self, span: Span, parts: list[Span]) -> None:
         handle = self._handles.get(span.offset_bytes)
@@ -298,7 +302,7 @@ class Arena:
         self._check_granules(parts, span.offset_bytes, span.end_bytes)
 
     def _check_granules(self, spans: Sequence[tuple[int, int]], start: int, end: int) -> None:
-        granule = self.device.info.granularity_bytes
+        granule = self._info.granularity_bytes
         at = start
         for offset, size_bytes in spans:
             behind = offset + size_bytes

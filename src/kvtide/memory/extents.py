@@ -26,17 +26,17 @@ class Span(NamedTuple):
         return self.offset_bytes + self.size_bytes
 
 
-def merge(spans: Iterable[tuple[int, int]]) -> list[Span]:
-    """Sort spans and join those that touch or overlap."""
-    runs: list[Span] = []
+def merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sort spans, as (offset, size), and join those that touch or overlap."""
+    runs: list[tuple[int, int]] = []
     start = end = 0
     for offset, size_bytes in sorted(spans):
         if runs and offset <= end:
             end = max(end, offset + size_bytes)
-            runs[-1] = Span(start, end - start)
+            runs[-1] = (start, end - start)
         else:
             start, end = offset, offset + size_bytes
-            runs.append(Span(start, size_bytes))
+            runs.append((offset, size_bytes))
     return runs
 
 
@@ -63,12 +63,14 @@ def cut(spans: Iterable[Span], cap_bytes: int) -> list[Span]:
     if cap_bytes & (cap_bytes - 1) or not MIN_EXTENT_BYTES <= cap_bytes <= MAX_EXTENT_BYTES:
         raise ValueError(f"no extent can be of {cap_bytes} bytes")
     extents = []
-    for run in merge(spans):
-        if run.offset_bytes % MIN_EXTENT_BYTES or run.size_bytes % MIN_EXTENT_BYTES:
-            raise ValueError(f"{run} is not made of granules of {MIN_EXTENT_BYTES} bytes")
-        offset = run.offset_bytes
-        while offset < run.end_bytes:
-            size = min(cap_bytes, 1 << ((run.end_bytes - offset).bit_length() - 1))
+    for offset, size_bytes in merge(spans):
+        if offset % MIN_EXTENT_BYTES or size_bytes % MIN_EXTENT_BYTES:
+            raise ValueError(
+                f"{Span(offset, size_bytes)} is not made of granules of {MIN_EXTENT_BYTES} bytes"
+            )
+        end = offset + size_bytes
+        while offset < end:
+            size = min(cap_bytes, 1 << ((end - offset).bit_length() - 1))
             if offset:
                 size = min(size, offset & -offset)
             extents.append(Span(offset, size))

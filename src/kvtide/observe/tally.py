@@ -13,6 +13,7 @@ import os
 import re
 import struct
 import time
+from bisect import bisect_left
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -120,6 +121,7 @@ _EVENT_BYTES: Final = EVENT.size
 _HEAD_BYTES_AT: Final = T_HEAD * WORD_BYTES
 _COUNTS_BYTES_AT: Final = COUNTS_AT * WORD_BYTES
 _TIMES_BYTES_AT: Final = HISTOGRAMS_AT * WORD_BYTES
+_BOUNDS_NS: Final = [1000 << bucket for bucket in range(BUCKETS)]
 # Bound once: these run on the path of an engine's steps.
 _pack: Final = EVENT.pack_into
 _pack_word: Final = _WORD.pack_into
@@ -220,14 +222,15 @@ class Tally:
         _pack(self._map, place, head, _now(), kind, cause, size_bytes, detail)
         _pack_word(self._map, _HEAD_BYTES_AT, head)
 
-    def time(self, verb: int, took_ns: int) -> None:
-        """Put a duration into a histogram."""
+    def time(self, verb: int, *took_ns: int) -> None:
+        """Put durations into a histogram."""
         times, at = self._times, verb * HISTOGRAM_WORDS
-        bucket = at + 1 + min(((took_ns - 1) // 1000).bit_length() if took_ns > 0 else 0, BUCKETS)
-        times[at] = sum_ns = times[at] + took_ns
-        times[bucket] = times[bucket] + 1
-        _pack_word(self._map, _TIMES_BYTES_AT + 8 * at, sum_ns)
-        _pack_word(self._map, _TIMES_BYTES_AT + 8 * bucket, times[bucket])
+        times[at] += sum(took_ns)
+        words = [at + 1 + bisect_left(_BOUNDS_NS, took) for took in took_ns]
+        for word in words:
+            times[word] += 1
+        for word in {at, *words}:
+            _pack_word(self._map, _TIMES_BYTES_AT + 8 * word, times[word])
 
     def close(self) -> None:
         """Remove the file."""

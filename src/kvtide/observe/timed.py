@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 from kvtide.device.base import Device, DeviceInfo, Fence, Handle
 from kvtide.observe.tally import Tally, Verb
@@ -13,20 +14,19 @@ __all__ = ["TimedDevice"]
 _now = time.perf_counter_ns
 
 
-def _nowhere(_verb: int, _took_ns: int) -> None:
-    """Nobody looks."""
-
-
 class TimedDevice:
-    """Wraps a device. What fails is not timed, and nothing is before `time_into`."""
+    """Wraps a device. What fails is not timed, and nothing counts before it is told."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._time: Callable[[int, int], None] = _nowhere
+        self._took: defaultdict[int, list[int]] = defaultdict(list)
 
-    def time_into(self, tally: Tally) -> None:
-        """Put the times into this tally from now on."""
-        self._time = tally.time
+    def tell(self, tally: Tally | None) -> None:
+        """Put the times since the last call into a tally: together, not between the calls."""
+        if tally is not None:
+            for verb, took_ns in self._took.items():
+                tally.time(verb, *took_ns)
+        self._took.clear()
 
     @property
     def info(self) -> DeviceInfo:
@@ -45,38 +45,38 @@ class TimedDevice:
         """Take physical memory."""
         begun = _now()
         handle = self._device.create(size_bytes)
-        self._time(Verb.CREATE, _now() - begun)
+        self._took[Verb.CREATE].append(_now() - begun)
         return handle
 
     def map(self, address: int, handle: Handle) -> None:
         """Put a handle at reserved addresses."""
         begun = _now()
         self._device.map(address, handle)
-        self._time(Verb.MAP, _now() - begun)
+        self._took[Verb.MAP].append(_now() - begun)
 
     def unmap(self, address: int, handle: Handle) -> None:
         """Take a handle from its addresses."""
         begun = _now()
         self._device.unmap(address, handle)
-        self._time(Verb.UNMAP, _now() - begun)
+        self._took[Verb.UNMAP].append(_now() - begun)
 
     def release(self, handle: Handle) -> None:
         """Give physical memory back."""
         begun = _now()
         self._device.release(handle)
-        self._time(Verb.RELEASE, _now() - begun)
+        self._took[Verb.RELEASE].append(_now() - begun)
 
     def zero(self, runs: Sequence[tuple[int, int]]) -> None:
         """Fill memory with zeros; on a GPU the time to queue that."""
         begun = _now()
         self._device.zero(runs)
-        self._time(Verb.ZERO, _now() - begun)
+        self._took[Verb.ZERO].append(_now() - begun)
 
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
         """Copy memory; on a GPU the time to queue that."""
         begun = _now()
         self._device.copy(destination, source, size_bytes)
-        self._time(Verb.COPY, _now() - begun)
+        self._took[Verb.COPY].append(_now() - begun)
 
     def fence(self) -> Fence:
         """Mark this point in the engine's work."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.pool.geometry import Geometry
-from kvtide.pool.plans import Growth, Run, Shrink, Span, Split, cut, merged
+from kvtide.pool.plans import Growth, Run, Shrink, Span, Split, merged
 
 __all__ = ["Extents"]
 
@@ -28,6 +28,19 @@ _BARRED = _marking(LEAVING, BLOCKED)
 _NOT_MAPPED = _marking(NONE, COMING, LEAVING, BLOCKED)
 
 
+def _marked(marks: bytearray, base: int) -> list[tuple[int, int]]:
+    """The runs [first, end) of granules that are marked, counted from `base`."""
+    if 0 not in marks:
+        return [(base, base + len(marks))]
+    runs, stop = [], 0
+    while (start := marks.find(1, stop)) >= 0:
+        stop = marks.find(0, start)
+        if stop < 0:
+            stop = len(marks)
+        runs.append((base + start, base + stop))
+    return runs
+
+
 class Extents:
     """State of the granules of one arena, and the extents that cover them.
 
@@ -39,7 +52,7 @@ class Extents:
         self.geometry = geometry
         self.granularity_bytes = geometry.granularity_bytes
         self._cap = max(1, extent_cap_bytes // geometry.granularity_bytes)
-        # The same bytes twice: runs are found, counted and filled far faster as a bytearray.
+        # The same bytes twice: runs are found, compared and filled far faster as a bytearray.
         self._bytes = bytearray(geometry.granules_total)
         self._state: npt.NDArray[np.int8] = np.frombuffer(self._bytes, np.int8)
         # First granule -> granules, of extents that are mapped (not coming, not leaving).
@@ -81,39 +94,36 @@ class Extents:
 
     def _touching(self, marking: bytes, low: int, high: int) -> set[Span]:
         """Of blocks [low, high): those that touch a marked granule."""
-        size = self.granularity_bytes
+        size, states = self.granularity_bytes, self._bytes
         spans: set[Span] = set()
         under = self.geometry.granule_runs(low, high)
-        for (offset, stride, length), run in zip(self.geometry.strips, under, strict=True):
-            for first, end in self._marked(marking, *run):
-                start = max(low, (first * size - offset - length) // stride + 1)
-                stop = min(high, -((offset - end * size) // stride))
-                if start < stop:
-                    spans.add((start, stop))
+        for (offset, stride, length), (first, end) in zip(self.geometry.strips, under, strict=True):
+            marks = states[first:end].translate(marking)
+            if 1 not in marks:
+                continue
+            if 0 not in marks:
+                spans.add((low, high))
+                continue
+            for start, stop in _marked(marks, first):
+                begin = max(low, (start * size - offset - length) // stride + 1)
+                behind = min(high, -((offset - stop * size) // stride))
+                if begin < behind:
+                    spans.add((begin, behind))
         return spans
-
-    def _marked(self, marking: bytes, first: int, end: int) -> list[tuple[int, int]]:
-        """Of granules [first, end): the runs [first, end) of marked ones."""
-        marks = self._bytes[first:end].translate(marking)
-        runs, stop = [], 0
-        while (start := marks.find(1, stop)) >= 0:
-            stop = marks.find(0, start)
-            if stop < 0:
-                stop = len(marks)
-            runs.append((first + start, first + stop))
-        return runs
 
     # Growth ------------------------------------------------------------------------------------
 
     def plan_growth(self, targets: Sequence[Span]) -> Growth:
         """The extents that would back these blocks: their granules that nothing backs yet."""
-        touched = merged(
-            run for low, high in targets for run in self.geometry.granule_runs(low, high)
-        )
+        granule_runs = self.geometry.granule_runs
         extents: list[Run] = []
-        for run in touched:
-            for first, end in self._marked(_NOTHING, *run):
-                extents += cut(first, end, self._cap)
+        for first, end in merged([run for span in targets for run in granule_runs(*span)]):
+            for start, stop in _marked(self._bytes[first:end].translate(_NOTHING), first):
+                # As few powers of two as make it up, none above the cap, largest first.
+                while start < stop:
+                    size = min(self._cap, 1 << ((stop - start).bit_length() - 1))
+                    extents.append(Run(start, size))
+                    start += size
         return Growth(tuple(extents), sum([granules for _, granules in extents]))
 
     def begin_growth(self, growth: Growth) -> None:
@@ -168,8 +178,9 @@ class Extents:
             part[part == NONE] = BLOCKED
 
     def _move(self, runs: Iterable[Run], old: int, new: int) -> None:
-        states, fill = self._bytes, _FILL[new]
+        states, before, after = self._bytes, _FILL[old], _FILL[new]
         for first, count in runs:
             end = first + count
-            assert states.count(old, first, end) == count > 0, f"{first}..{end} are not {old}"
-            states[first:end] = fill * count
+            assert count > 0
+            assert states[first:end] == before * count, f"granules {first}..{end} are not {old}"
+            states[first:end] = after * count

@@ -76,18 +76,24 @@ class FreeBlocks(Generic[B]):
             drawer = self._drawers[number]
             if not drawer:
                 heappush(self._stocked, number)
-            drawer += reversed(blocks[start:end])
+            drawer += blocks[start:end][::-1]
             start = end
         self.count += high - low
 
     def withdraw(self, gone: npt.NDArray[np.bool_]) -> None:
         """Drop every free block whose number is marked in `gone`, shape (blocks_total,)."""
         size, marks = self._drawer_blocks, gone.tobytes()
-        for number in np.unique(np.flatnonzero(gone) // size).tolist():
-            drawer = self._drawers[number]
-            kept = [block for block in drawer if not marks[block.block_id]]
-            self.count -= len(drawer) - len(kept)
-            drawer[:] = kept
+        at = marks.find(1)
+        while at >= 0:
+            number = at // size
+            drawer, end = self._drawers[number], (number + 1) * size
+            held = len(drawer)
+            if marks.count(1, end - size, end) == size:
+                drawer.clear()
+            else:
+                drawer[:] = [block for block in drawer if not marks[block.block_id]]
+            self.count -= held - len(drawer)
+            at = marks.find(1, end)
         self._stocked = [n for n in set(self._stocked) if self._drawers[n]]
         heapify(self._stocked)
 

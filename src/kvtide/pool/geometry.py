@@ -93,24 +93,27 @@ class Geometry:
         """The granules [first, end) that blocks [first_block, end_block) touch, one run a strip."""
         assert 0 <= first_block < end_block <= self.blocks_total
         size = self.granularity_bytes
-        runs = []
-        for offset, stride, length in self.strips:
-            first = (offset + first_block * stride) // size
-            end = (offset + (end_block - 1) * stride + length - 1) // size + 1
-            runs.append((first, end))
-        return runs
+        last_block = end_block - 1
+        return [
+            (
+                (offset + first_block * stride) // size,
+                (offset + last_block * stride + length - 1) // size + 1,
+            )
+            for offset, stride, length in self.strips
+        ]
 
     def block_spans(self, first_granule: int, granules: int) -> list[tuple[int, int]]:
         """The blocks [low, high) that touch a run of granules, one span a strip it meets."""
         start = first_granule * self.granularity_bytes
         end = start + granules * self.granularity_bytes
-        total = self.blocks_total
         spans = []
-        last = bisect_left(self._starts, end)
-        first = bisect_right(self._ends, start, 0, last)
-        for offset, stride, length in self.strips[first:last]:
-            low = max(0, (start - offset - length) // stride + 1)
-            high = min(total, -((offset - end) // stride))
+        last_strip = bisect_left(self._starts, end)
+        first_strip = bisect_right(self._ends, start, 0, last_strip)
+        for offset, stride, length in self.strips[first_strip:last_strip]:
+            low = (start - offset - length) // stride + 1
+            high = -((offset - end) // stride)
+            low = low if low > 0 else 0
+            high = high if high < self.blocks_total else self.blocks_total
             if low < high:
                 spans.append((low, high))
         return spans

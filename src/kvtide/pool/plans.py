@@ -9,7 +9,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Growth", "Run", "Shrink", "Span", "Split", "cut", "merged", "runs_of", "spans_of", "without"]
+__all__ = [
+    "Growth",
+    "Run",
+    "Shrink",
+    "Span",
+    "Split",
+    "merged",
+    "runs_of",
+    "spans_of",
+    "without",
+]
 
 
 Span = tuple[int, int]
@@ -84,23 +94,16 @@ class Shrink:
         return [*self.extents, *(run for split in self.splits for run in split.leaving())]
 
 
-def cut(first: int, end: int, cap: int) -> list[Run]:
-    """Granules [first, end) as few powers of two, none above `cap`, largest first."""
-    pieces = []
-    while first < end:
-        size = min(cap, 1 << ((end - first).bit_length() - 1))
-        pieces.append(Run(first, size))
-        first += size
-    return pieces
-
-
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Half-open spans in order, those that touch or overlap joined."""
     joined: list[tuple[int, int]] = []
+    start = end = 0
     for low, high in sorted(spans):
-        if joined and low <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
+        if joined and low <= end:
+            end = max(end, high)
+            joined[-1] = (start, end)
         else:
+            start, end = low, high
             joined.append((low, high))
     return joined
 

@@ -187,14 +187,13 @@ class Pool:
             choice.choose_stranded(left)
         return Reclaim([choice.shrink() for choice in choices], withdrawn, lacking)
 
-    def begin_shrink(self, shrinks: list[Shrink], withdrawn: Mask | None) -> None:
+    def begin_shrink(self, shrinks: list[Shrink], withdrawn: Mask) -> None:
         """Take the withdrawn blocks, none of them live, out of circulation."""
         for shape, shrink in zip(self.shapes, shrinks, strict=True):
             shape.begin_shrink(shrink)
-        if withdrawn is not None:
-            assert not np.any(withdrawn & ~self._usable)
-            self._usable &= ~withdrawn
-            self.usable_count -= int(np.count_nonzero(withdrawn))
+        assert not np.any(withdrawn & ~self._usable)
+        self._usable &= ~withdrawn
+        self.usable_count -= int(np.count_nonzero(withdrawn))
 
     def confirm_shrink(self, shrinks: list[Shrink]) -> None:
         """All ranks have given it back; its blocks may be mapped again."""

@@ -134,7 +134,7 @@ class Selection:
     def withdrawn(self) -> Mask:
         """Usable blocks that touch what is chosen."""
         result: Mask = np.zeros(len(self._standing.usable), np.bool_)
-        for low, high in self._extents.blocks_under(runs_of(self._gone)):
+        for low, high in self._extents.blocks_under(self.shrink().leaving()):
             result[low:high] = True
         return result & self._standing.usable
 
@@ -185,13 +185,14 @@ class Selection:
     def _survey(self) -> tuple[Mask, Indices, Indices]:
         """Of each extent: no live block touches it; its newest cached block; how many it holds."""
         age = self._standing.cached_age
+        cached = age >= 0
         newest = np.full(len(self._runs), -1, np.int64)
-        if len(self._which):
+        if cached.any() and len(self._which):
             # Behind the last block there must be one value more for spans that end there.
             bounds = np.stack((self._low, self._high), axis=1).ravel()
             newest_over = np.maximum.reduceat(np.append(age, -1), bounds)[::2]
             np.maximum.at(newest, self._which, newest_over)
-        return self._over_each(self._standing.live) == 0, newest, self._over_each(age >= 0)
+        return self._over_each(self._standing.live) == 0, newest, self._over_each(cached)
 
     def _granules_under(self, blocks: Indices) -> Mask:
         marks = np.zeros(self._extents.geometry.granules_total + 1, np.int64)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from kvtide.observe.tally import Cause, Kind
 from kvtide.pool import Block, FreeBlocks, Growth, Pool, Reclaim, Run, Shrink, Split
 from kvtide.pool.plans import Span
-from kvtide.ranks.batches import batches, parting, places, runs
 from kvtide.ranks.journal import Journal
+from kvtide.ranks.places import parting, places, runs
 from kvtide.ranks.ranks import Member, Outcome, Ranks
 
 __all__ = ["Changes", "Circulation"]
@@ -91,7 +91,7 @@ class Changes(Generic[B]):
     @property
     def growing(self) -> bool:
         """Whether memory is coming."""
-        return any(not growing.undoing for growing in self._growing.values())
+        return bool(self._growing) and not all(g.undoing for g in self._growing.values())
 
     @property
     def busy(self) -> bool:
@@ -100,6 +100,8 @@ class Changes(Generic[B]):
 
     def releasing_bytes(self, shape: int) -> int:
         """What a rank of this shape has begun to give back, and is still charged for."""
+        if not self._shrinking:
+            return 0
         granules = sum(
             s.shrinks[shape].granules + s.transient[shape] for s in self._shrinking.values()
         )
@@ -119,20 +121,16 @@ class Changes(Generic[B]):
         `transient` was granted for the splits on top, in granules of each shape, and `cached`
         says that some of it is the prefix cache's.
         """
-        withdrawn: Mask | None = reclaim.withdrawn
         self._circulation.free.withdraw(reclaim.withdrawn)
         if cached:
             self._circulation.drop_cached(reclaim.withdrawn)
-        size = self._granule
-        for part in batches(reclaim.shrinks, size):
-            self._pool.begin_shrink(part, withdrawn)
-            withdrawn = None
-            sequence = self._ranks.shrink(
-                [places(s.extents, size) for s in part],
-                [tuple(parting(split, size) for split in s.splits) for s in part],
-            )
-            self._shrinking[sequence] = _Shrinking(part, transient)
-            transient = [0] * len(part)
+        shrinks, size = reclaim.shrinks, self._granule
+        self._pool.begin_shrink(shrinks, reclaim.withdrawn)
+        sequence = self._ranks.shrink(
+            [places(shrink.extents, size) for shrink in shrinks],
+            [tuple(parting(split, size) for split in shrink.splits) for shrink in shrinks],
+        )
+        self._shrinking[sequence] = _Shrinking(shrinks, transient)
 
     def circulate(self, spans: Sequence[Span]) -> None:
         """Let the engine have these blocks."""

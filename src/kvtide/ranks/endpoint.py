@@ -216,7 +216,8 @@ class Endpoint:
 
     def take_answers(self) -> list[Answer]:
         """Answers since the last call, also of what could be ended since."""
-        self.carry_out(())
+        if self.memory.leaving:
+            self.carry_out(())
         answers, self._answers = self._answers, []
         return answers
 

@@ -39,7 +39,6 @@ class RankMemory:
     def watch(self, tally: Tally) -> None:
         """Count into this tally from now on; it is closed with this."""
         self._tally = tally
-        self._timed.time_into(tally)
 
     @property
     def leaving(self) -> bool:
@@ -101,7 +100,7 @@ class RankMemory:
 
     def _grow(self, order: Grow) -> Answer:
         stuck_before = self.arena.quarantined_bytes
-        if not self._is_granted(order):
+        if not self._is_granted(order, stuck_before):
             _log.warning("an order to map what was never granted is not carried out: %s", order)
             return Answer(order.sequence, False)
         try:
@@ -114,11 +113,10 @@ class RankMemory:
             self._sample()
         return self._answer(order.sequence, stuck_before, done=done)
 
-    def _is_granted(self, order: Grow) -> bool:
+    def _is_granted(self, order: Grow, stuck_bytes: int) -> bool:
         """Nothing is taken by a peer's word alone: the ledger has to know of it."""
-        held_bytes = self.arena.mapped_bytes + self.arena.quarantined_bytes
-        wanted_bytes = sum(size for _, size in order.extents)
-        return held_bytes + wanted_bytes <= self.account.charge_bytes
+        wanted_bytes = sum([size for _, size in order.extents])
+        return self.arena.mapped_bytes + stuck_bytes + wanted_bytes <= self.account.charge_bytes
 
     def _sample(self) -> None:
         """Measure; what cannot be measured now is measured when somebody asks again."""
@@ -146,6 +144,7 @@ class RankMemory:
     def _answer(
         self, sequence: int, stuck_before: int, *, done: bool = True, kept: tuple[int, ...] = ()
     ) -> Answer:
+        self._timed.tell(self._tally)
         stuck_bytes = self.arena.quarantined_bytes - stuck_before
         if stuck_bytes and self._tally is not None:
             self._tally.note(Kind.QUARANTINE, Cause.DEVICE, stuck_bytes)

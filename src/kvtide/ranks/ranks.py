@@ -59,7 +59,7 @@ class Outcome:
 @dataclass(slots=True)
 class _Pending:
     orders: tuple[Order, ...]
-    asked: frozenset[int]
+    asked: set[int]
     deadline: float
     answers: dict[int, Answer] = field(default_factory=dict)
 
@@ -156,7 +156,7 @@ class Ranks:
         sequence = orders[0].sequence
         asked = [m for m in self.members if only is None or m.rank in only]
         deadline = self._clock() + self._answer_seconds
-        self._pending[sequence] = _Pending(orders, frozenset(m.rank for m in asked), deadline)
+        self._pending[sequence] = _Pending(orders, {m.rank for m in asked}, deadline)
         for member in asked:
             member.link.submit(orders[member.shape])
         return sequence
@@ -191,16 +191,15 @@ class Ranks:
                 # An answer to an order that has ended, or a second one, changes nothing.
                 if pending is not None and member.rank in pending.asked:
                     pending.answers.setdefault(member.rank, answer)
-        ended = [s for s, p in self._pending.items() if len(p.answers) == len(p.asked)]
-        outcomes = [self._end(sequence) for sequence in ended]
+        outcomes = []
+        for sequence, order in list(self._pending.items()):
+            if len(order.answers) == len(order.asked):
+                del self._pending[sequence]
+                done = all(answer.done for answer in order.answers.values())
+                outcomes.append(Outcome(order.orders, done, order.answers))
         if self._pending:
             self._check_alive()
         return outcomes
-
-    def _end(self, sequence: int) -> Outcome:
-        pending = self._pending.pop(sequence)
-        done = all(answer.done for answer in pending.answers.values())
-        return Outcome(pending.orders, done, pending.answers)
 
     def _check_alive(self) -> None:
         oldest = next(iter(self._pending.values()))

@@ -56,7 +56,7 @@ def test_no_other_cut_has_fewer_extents(spans, cap_bytes):
     unit = MIN_EXTENT_BYTES
     least = sum(
         fewest(run.offset_bytes // unit, run.end_bytes // unit, cap_bytes // unit)
-        for run in merge(spans)
+        for run in map(Span._make, merge(spans))
     )
     assert len(cut(spans, cap_bytes)) == least
 
@@ -64,7 +64,7 @@ def test_no_other_cut_has_fewer_extents(spans, cap_bytes):
 @unhurried
 @given(some_spans)
 def test_merged_runs_do_not_touch(spans):
-    runs = merge(spans)
+    runs = [Span(*run) for run in merge(spans)]
     assert all(a.end_bytes < b.offset_bytes for a, b in itertools.pairwise(runs))
     assert granules_of(runs) == sorted(set(granules_of(spans)))
 

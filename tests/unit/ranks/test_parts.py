@@ -7,10 +7,9 @@ import pytest
 
 from kvtide.errors import KvtideError
 from kvtide.pool import Run, Shrink, Split
-from kvtide.ranks.batches import batches, parting
 from kvtide.ranks.patience import Backoff, Surplus
+from kvtide.ranks.places import parting
 from kvtide.ranks.sockets import RankSocket, SchedulerSocket
-from kvtide.units import MIB
 
 
 def test_a_backoff_doubles_to_a_bound_and_begins_anew_after_a_success():
@@ -41,19 +40,9 @@ def test_surplus_is_what_was_free_at_every_step_of_three_seconds():
     assert all(later - sooner >= 10 for (sooner, _), (later, _) in itertools.pairwise(told))
 
 
-def test_large_extents_are_refunded_alone_and_small_ones_in_batches():
-    size = 2 * MIB
-    extents = (Run(0, 64), Run(64, 16), Run(80, 16), Run(96, 1), Run(97, 1))
-    orders = batches([Shrink(extents), Shrink(extents[3:])], size)
-    assert [s.extents for s, _ in orders] == [extents[:1], extents[1:3], extents[3:]]
-    assert [s.extents for _, s in orders] == [extents[3:], (), ()]
-
-
-def test_what_carries_a_split_is_not_refunded_before_it():
+def test_a_split_is_ordered_in_bytes():
     split = Split(Run(64, 8), (Run(66, 1), Run(70, 2)))
-    shrink = Shrink((Run(0, 64),), (split,))
-    assert batches([shrink], 2 * MIB) == [[shrink]]
-    assert shrink.granules == 64 + 5
+    assert Shrink((Run(0, 64),), (split,)).granules == 64 + 5
     assert split.leaving() == [Run(64, 2), Run(67, 3)]
     assert parting(split, 2) == ((128, 16), ((132, 2), (140, 4)), ())
 
