@@ -244,11 +244,11 @@ class Switch:
     def __init__(self, memory: Any, timed: Any) -> None:
         self._memory, self._timed = memory, timed
         self._journals = (Mute(), memory.journal)
-        self._times = (_nothing, timed._time)
+        self._tells = (lambda _tally: timed._took.clear(), timed.tell)
 
     def set(self, on: bool) -> None:
         self._memory.journal = self._memory.changes.journal = self._journals[on]
-        self._timed._time = self._times[on]
+        self._timed.tell = self._tells[on]
 
 
 def _each_ns() -> dict[str, float]:
