@@ -65,8 +65,7 @@ class Extents:
         return self._held_granules * self.granularity_bytes
 
     # Which blocks, which granules --------------------------------------------------------------
-
-    # All in spans that may overlap, each but once.
+    # Blocks are spans in no order, which may overlap; the same one but once.
 
     def blocks_under(self, runs: Iterable[Run]) -> set[Span]:
         """The blocks that touch these runs."""

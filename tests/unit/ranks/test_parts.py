@@ -1,4 +1,4 @@
-"""The small parts: patience, surplus, orders of bounded size, sockets."""
+"""The small parts: patience, surplus, orders in bytes, sockets."""
 
 import itertools
 import os
