@@ -63,22 +63,18 @@ class Preemption:
     """Preempts running requests for a min, a higher priority, or whoever asked for it.
 
     Called before vLLM schedules, so that what comes free can be given away before anything else
-    takes it.
+    takes it. Steps in flight may still touch it: ranks unmap behind them.
     """
 
     def __init__(self, scheduler: Any, memory: ElasticMemory[Any]) -> None:
         self._scheduler = scheduler
         self._memory = memory
         self._era = era_of(scheduler)
-        # Until this step has been processed, steps in flight may touch what was preempted.
-        self._free_after = 0
         self.preempted = 0
 
     def serve(self) -> bool:
         """Preempt for what is demanded beyond idle memory; whether to look again soon."""
         scheduler, memory = self._scheduler, self._memory
-        if scheduler.processed_step_seq < self._free_after:
-            return True  # what was preempted before is still to come free
         wanted = memory.giving.demanded_of_running()
         if not any(wanted):
             return False
@@ -92,7 +88,6 @@ class Preemption:
         memory.giving.preempts(len(chosen), sum(len(candidates[i].blocks) for i in chosen))
         # The last first, so that they come back in the order in which they ran.
         for i in sorted(chosen, reverse=True):
-            self._free_after = max(self._free_after, requests[i].last_sched_seq)
             self._preempt(requests[i])
         return True
 

@@ -25,12 +25,16 @@ else:
 
 
 class _Elastic(_Base):
-    """Mixin before a vLLM scheduler class."""
+    """Mixin before a vLLM scheduler class.
+
+    Blocks come free at once, as natively, though a step in flight may still touch them: another
+    request uses them behind that step, and every rank unmaps behind all that was queued before its
+    order. vLLM's fence for connectors (`defer_block_free`) would let a miss preempt one request
+    after the other, since none of them frees anything in time.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # vLLM's own fence: what a step in flight may still touch is freed after it.
-        self.defer_block_free = True
         try:
             self.tide = Tide(self)
         except KvtideError as error:
