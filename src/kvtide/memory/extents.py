@@ -7,11 +7,15 @@ from typing import NamedTuple
 
 from kvtide.units import MIB
 
-__all__ = ["MAX_EXTENT_BYTES", "MIN_EXTENT_BYTES", "Span", "cap_for", "cut", "merge"]
+__all__ = ["MAX_EXTENT_BYTES", "MIN_EXTENT_BYTES", "Span", "ahead_bytes", "cap_for", "cut", "merge"]
 
 MIN_EXTENT_BYTES = 2 * MIB
 MAX_EXTENT_BYTES = 512 * MIB
 _EXTENTS_OF_A_DEVICE = 64
+# Grown ahead of need: this share of what is mapped, within these bounds.
+_AHEAD_SHARE = 20
+_AHEAD_LEAST_BYTES = 32 * MIB
+_AHEAD_MOST_BYTES = 256 * MIB
 
 
 class Span(NamedTuple):
@@ -47,6 +51,16 @@ def cap_for(total_bytes: int) -> int:
     """
     share_bytes = max(total_bytes // _EXTENTS_OF_A_DEVICE, MIN_EXTENT_BYTES)
     return min(1 << (share_bytes.bit_length() - 1), MAX_EXTENT_BYTES)
+
+
+def ahead_bytes(mapped_bytes: int, cap_bytes: int) -> int:
+    """What is worth having mapped beyond what is needed, where so much is mapped.
+
+    A twentieth of it, of which the engine's next steps take little, at least 32 MiB or the largest
+    extent and at most 256 MiB.
+    """
+    share_bytes = min(mapped_bytes // _AHEAD_SHARE, _AHEAD_MOST_BYTES)
+    return max(share_bytes, min(_AHEAD_LEAST_BYTES, cap_bytes))
 
 
 def cut(spans: Iterable[Span], cap_bytes: int) -> list[Span]:

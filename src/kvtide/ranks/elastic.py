@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from kvtide.ledger import Refusal, State
+from kvtide.memory.extents import ahead_bytes
 from kvtide.observe.tally import Cause, Kind
 from kvtide.pool import Block, Growth, Pool, Standing
 from kvtide.pool.plans import Run
@@ -25,10 +26,6 @@ from kvtide.ranks.seat import Seat, Wish
 __all__ = ["Circulation", "ElasticMemory", "Seat"]
 
 B = TypeVar("B", bound=Block)
-
-# Grown ahead: as much as this share of what is mapped, but at least an extent of this size.
-_AHEAD_SHARE = 20
-_AHEAD_BYTES = 32 << 20
 
 
 class ElasticMemory(Generic[B]):
@@ -76,7 +73,7 @@ class ElasticMemory(Generic[B]):
         self._wish = Wish(seats)
         self._clock = clock
         self._granule = pool.shapes[0].granularity_bytes
-        self._ahead_bytes = min(_AHEAD_BYTES, extent_cap_bytes)
+        self._cap_bytes = extent_cap_bytes
         self.figures = Figures(ranks, pool, circulation, self.changes)
         self._backoff = Backoff()
         self._surplus = Surplus()
@@ -182,8 +179,7 @@ class ElasticMemory(Generic[B]):
 
     @property
     def _ahead_blocks(self) -> int:
-        ahead_bytes = max(self._ahead_bytes, self.pool.mapped_bytes // _AHEAD_SHARE)
-        return ahead_bytes // sum(self._block_bytes)
+        return ahead_bytes(self.pool.mapped_bytes, self._cap_bytes) // sum(self._block_bytes)
 
     def _grow(self, growths: list[Growth], cause: int) -> Refusal | None:
         if not self._backoff.ready(self._clock()):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtide.memory.extents import Span, cap_for, cut, merge
+from kvtide.memory.extents import Span, ahead_bytes, cap_for, cut, merge
 from kvtide.units import GIB, MIB
 
 
@@ -47,3 +47,17 @@ def test_a_cap_that_is_no_extent_is_refused(cap):
 def test_what_is_not_made_of_granules_is_refused(span):
     with pytest.raises(ValueError, match="granules"):
         cut([span], 2 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("mapped", "cap", "ahead"),
+    [
+        (0, 512 * MIB, 32 * MIB),
+        (0, 4 * MIB, 4 * MIB),
+        (2 * GIB, 512 * MIB, 2 * GIB // 20),
+        (20 * GIB, 512 * MIB, 256 * MIB),
+    ],
+    ids=["at first", "a small device", "a twentieth", "no more than steps soon take"],
+)
+def test_what_is_grown_ahead_is_bounded_on_both_sides(mapped, cap, ahead):
+    assert ahead_bytes(mapped, cap) == ahead

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvtide.engines.sglang.allocators import FreeSlots, adopt
 from kvtide.engines.sglang.cached import Cached
 from kvtide.engines.sglang.parts import Part
-from kvtide.memory.extents import cap_for
+from kvtide.memory.extents import ahead_bytes, cap_for
 from kvtide.observe.tally import Cause, Kind
 from kvtide.pool import FreeBlocks, Growth, Pool, Reclaim, Shrink, Standing
 from kvtide.pool.plans import Run
@@ -25,10 +25,6 @@ from kvtide.ranks.ranks import Member, Ranks
 __all__ = ["SlotMemory", "Slots"]
 
 Mask = npt.NDArray[np.bool_]
-
-# Grown ahead: as much as this share of what is mapped, but at least an extent of this size.
-_AHEAD_SHARE = 20
-_AHEAD_BYTES = 32 << 20
 
 
 class Slots:
@@ -148,7 +144,7 @@ class SlotMemory(ElasticMemory[Any]):
         super().__init__({uuid: part.seat}, Ranks([member]), pool, slots, cap_bytes)
         self.part = part
         self.slots = slots
-        self._least_ahead_bytes = min(_AHEAD_BYTES, cap_bytes)
+        self._cap_bytes = cap_bytes
         self.sharing = _SharedGiving(self.seats, self.ranks, pool, slots, self.changes)
         self.sharing.ranks_on_device, self.sharing.ranks = ranks_on_device, ranks
         self.giving = self.sharing
@@ -174,8 +170,8 @@ class SlotMemory(ElasticMemory[Any]):
 
     def attempts(self, blocks: int) -> list[int]:
         """How many blocks to try to have for so many missing: some ahead first."""
-        ahead_bytes = max(self._least_ahead_bytes, self.pool.mapped_bytes // _AHEAD_SHARE)
-        generous = min(ahead_bytes // self.part.geometry.block_bytes, self.hidden)
+        ahead = ahead_bytes(self.pool.mapped_bytes, self._cap_bytes)
+        generous = min(ahead // self.part.geometry.block_bytes, self.hidden)
         return [generous, blocks] if generous > blocks else [blocks]
 
     def try_growth(self, blocks: int) -> Reclaim | None:
