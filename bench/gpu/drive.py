@@ -13,13 +13,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvtide.errors import LedgerBusyError
+from kvtide.errors import LedgerBusyError, LedgerError
 from kvtide.ledger import Ledger, Snapshot
 
 ENGINE = Path(__file__).with_name("engine.py")
@@ -157,12 +157,15 @@ class Memory(threading.Thread):
     def run(self) -> None:
         while not self.ended.wait(0.05):
             for path in Ledger.existing(self.directory):
-                with Ledger.read(path) as observer:
-                    while not self.ended.wait(0.01):
-                        try:
-                            self._look(observer.snapshot())
-                        except LedgerBusyError:
-                            continue  # the next look finds it
+                # Somebody may just be making it: the next look finds it.
+                with suppress(LedgerError):
+                    self._watch(path)
+
+    def _watch(self, path: Path) -> None:
+        with Ledger.read(path) as observer:
+            while not self.ended.wait(0.01):
+                with suppress(LedgerBusyError):
+                    self._look(observer.snapshot())
 
     def _look(self, snapshot: Snapshot) -> None:
         charged_bytes = snapshot.charged_bytes

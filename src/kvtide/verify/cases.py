@@ -30,6 +30,11 @@ _ORDER_BYTES = 96 * MIB
 _REASON_CHARS = 300
 # What is raised for it names it; an engine that ends for another reason has failed.
 _LACKS_FP8 = re.compile(r"(?i:\b\w*(?:error|exception): .*(?:fp8|float8|cache.dtype).*)")
+# An engine that ends so says itself that it has no kernel or backend for a model on this device.
+_LACKS_KERNEL = re.compile(
+    r"NotImplementedError: .*|\w*Error: No valid \S.* backend found.*"
+    r"|\w*Error: '_OpNamespace' .* has no attribute .*"
+)
 
 Judged = list[tuple[str, Check]]
 
@@ -158,9 +163,21 @@ def _model(model: Model, layout: str, lacking: str | None) -> Callable[[Bench], 
     def run(bench: Bench) -> Seen:
         if lacking is not None:
             raise Skipped(f"{bench.kind.engine} does not run it here: {lacking}")
-        return _both(bench, model, _options(bench, model), layout)
+        seen = _both(bench, model, _options(bench, model), layout)
+        native: Life = seen.record[0]
+        if not native.alive and (why := _lack(native, _LACKS_KERNEL)):
+            raise Skipped(f"the native engine does not run it here: {why}")
+        return seen
 
     return run
+
+
+def _lack(native: Life, says: re.Pattern[str]) -> str | None:
+    """What a native engine that did not start, or ended, says that it lacks."""
+    log = Path(native.log)
+    told = f"{native.error or ''}\n{log.read_text(errors='replace') if log.exists() else ''}"
+    found = says.search(told)
+    return found[0][:_REASON_CHARS] if found else None
 
 
 def _fp8(model: Model) -> Callable[[Bench], Seen]:
@@ -170,9 +187,7 @@ def _fp8(model: Model) -> Callable[[Bench], Seen]:
         options = replace(_options(bench, low), kv_dtype="fp8")
         seen = _both(bench, low, options, "auto")
         native: Life = seen.record[0]
-        lack = None if native.ready else _LACKS_FP8.search(native.error or "")
-        if lack is not None:
-            why = lack[0][:_REASON_CHARS]
+        if not native.ready and (why := _lack(native, _LACKS_FP8)):
             raise Skipped(f"the native engine has no fp8 KV cache here: {why}")
         return seen
 

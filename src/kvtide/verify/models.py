@@ -65,9 +65,10 @@ _DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": None,
     "kv_lora_rank": 512,
-    "qk_nope_head_dim": 32,
+    # DeepSeek's own: prefill on a GPU has kernels for no others.
+    "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
-    "v_head_dim": 32,
+    "v_head_dim": 128,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,

@@ -23,6 +23,7 @@ from kvtide.verify.client import Completion, complete, post
 __all__ = ["Options", "Server", "ServerError", "free_port", "session_pids"]
 
 _HOST = "127.0.0.1"
+_LITTLE = "0.05"
 _POLL_SECONDS = 0.1
 _LOG_TAIL_LINES = 25
 _PORTS = range(18000, 32000)
@@ -125,7 +126,9 @@ class Server:
             *("--kv-cache-dtype", options.kv_dtype, "--tensor-parallel-size", str(options.tp)),
         ]
         if options.kv_bytes is not None:
+            # With a size of its own vLLM takes no share; but it asks that one be free at its start.
             flags += ["--kv-cache-memory-bytes", str(options.kv_bytes)]
+            flags += ["--gpu-memory-utilization", _LITTLE]
         return flags + (["--enable-sleep-mode"] if options.sleep_mode else [])
 
     @classmethod

@@ -232,6 +232,37 @@ def test_a_native_engine_that_ends_for_another_reason_is_not_skipped(
     assert case.checks[0].found == error.splitlines()[0]
 
 
+def model_case(run, tmp_path, monkeypatch, log, *, alive):
+    path = tmp_path / "native.log"
+    path.write_text(log)
+    life = Life("native", True, str(path), ready=True, alive=alive)
+    seen = Seen([life, life], [("native", Check("server_alive_after_load", alive, "yes or no"))])
+    monkeypatch.setattr(cases_module, "_both", lambda *_: seen)
+    model = Model("m", tmp_path, "float32")
+    (case,) = run(select(make_cases([model], model, "host"), ["model/*"]))[0].cases
+    return case
+
+
+NO_KERNEL = "ERROR [core.py:1332] NotImplementedError: SM90 GDN prefill kernel is unavailable\n"
+
+
+def test_a_model_that_the_native_engine_has_no_kernel_for_is_skipped_with_its_words(
+    run, tmp_path, monkeypatch
+):
+    case = model_case(run, tmp_path, monkeypatch, f"up\n{NO_KERNEL}down\n", alive=False)
+    assert case.state == "skipped"
+    assert case.reason == (
+        "the native engine does not run it here: NotImplementedError: SM90 GDN prefill kernel is "
+        "unavailable"
+    )
+
+
+@pytest.mark.parametrize(("log", "alive"), [("RuntimeError: no\n", False), (NO_KERNEL, True)])
+def test_a_model_is_not_skipped_for_another_end_or_none(run, tmp_path, monkeypatch, log, alive):
+    case = model_case(run, tmp_path, monkeypatch, log, alive=alive)
+    assert case.state == ("ok" if alive else "failed")
+
+
 def test_the_setup_says_what_ran_where():
     setup = describe_setup("vllm", ("no-such", "msgspec"), "host", 2, ["m"])
     assert setup.engine_version.startswith("msgspec ")
@@ -249,6 +280,7 @@ def test_flags_say_what_the_checks_ask_of_an_engine():
         ["--kv-cache-dtype", "fp8"],
         ["--tensor-parallel-size", "2"],
         ["--kv-cache-memory-bytes", "7"],
+        ["--gpu-memory-utilization", "0.05"],
     ):
         at = flags.index(pair[0])
         assert flags[at : at + 2] == pair
