@@ -2,10 +2,10 @@
 
     python bench/gpu/pictures.py bench/results/h200 docs/images
 
-Draws those whose results are there: memory over time and times to the first token of
-`instances.json`, memory of `late_start.json`, the ratios of `serving.json`, times to the first
-token of `open_loop.json`. Needs matplotlib, which `pip install '.[plot]'` brings, and no GPU.
-Some seconds.
+Draws those whose results are there: memory over time of `instances-kvtide.json`, times to the
+first token of `instances.json`, memory of `late_start.json`, the ratios of `serving.json`, times to
+the first token of `open_loop.json`. Needs matplotlib, which `pip install '.[plot]'` brings, and no
+GPU. Some seconds.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import matplotlib as mpl
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
+from serving import BAR
 
 INK = "#24292f"
 COLOURS = {"native": "#8a8f98", "kvtide": "#2a8fd0", "kvcached": "#e08a2b"}
 LABELS = {"native": "fixed split", "kvtide": "kvtide", "kvcached": "kvcached"}
 ENGINE_COLOURS = {"a": "#2a8fd0", "b": "#e08a2b", "c": "#4fa36b"}
-BAR = 0.97
 GIB_MIB = 1024
 CURVE_POINTS = 200
 
@@ -192,7 +192,7 @@ def open_loop(results: dict[str, Any], path: Path) -> None:
 
 
 PICTURES: list[tuple[str, str, Callable[[dict[str, Any], Path], None]]] = [
-    ("instances", "instances-memory", instances_memory),
+    ("instances-kvtide", "instances-memory", instances_memory),
     ("instances", "instances-ttft", instances_ttft),
     ("late_start", "late-start", late_start),
     ("serving", "serving", serving),
