@@ -111,16 +111,18 @@ class Servers:
             environ["PYTHONPATH"] = os.pathsep.join(site)
             elastic["KVTIDE_BUDGET"] = str(12 * GIB)
         common += ["--kv-cache-memory-bytes", str(self.kv_bytes)]
-        self.native = Server(model, log=work / "native.log", arguments=common, environ=environ)
+        logs = work if options.logs is None else options.logs
+        logs.mkdir(parents=True, exist_ok=True)
+        self.native = Server(model, log=logs / "native.log", arguments=common, environ=environ)
         self.elastic = Server(
             model,
-            log=work / "kvtide.log",
+            log=logs / "kvtide.log",
             arguments=common,
             environ={**environ, **elastic, "KVTIDE_NAME": "large"},
         )
         self.neighbour = Server(
             small,
-            log=work / "neighbour.log",
+            log=logs / "neighbour.log",
             arguments=common,
             environ={**environ, **elastic, "KVTIDE_NAME": "neighbour"},
         )
@@ -128,15 +130,15 @@ class Servers:
     def start(self) -> None:
         """One after the other: what the first has compiled the second one uses. Two that compile at
         once tune their kernels apart, and differ in speed and tokens."""
+        began = time.monotonic()
         for server in (self.native, self.elastic, self.neighbour):
             if server is not self.neighbour or not self.options.cpu:
                 server.start().wait_ready(READY_SECONDS)
+                print(f"{server.log.stem} up after {time.monotonic() - began:.0f} s", flush=True)
 
     def stop(self) -> None:
         for server in (self.native, self.elastic, self.neighbour):
             server.stop()
-            if self.options.logs is not None and server.log.exists():
-                shutil.copy(server.log, self.options.logs)
 
 
 def tokens(url: str, seed: int) -> list[tuple[int, ...]]:
