@@ -166,10 +166,13 @@ class ElasticMemory(Generic[B]):
             self.ranks.sample(len(self.pool.shapes))
         return False
 
-    def wish_ahead(self, blocks: int) -> None:
-        """Ask others for what they can spare before it is missed: these blocks, and some ahead."""
+    def wish_ahead(self, blocks: int, least_blocks: int) -> None:
+        """Ask others for what they can spare before it is missed: these blocks, and some ahead.
+
+        `least_blocks` are those without which the next step has to do with less.
+        """
         wish = self.pool.plan_growth(max(blocks, self._ahead_blocks))
-        least = self.pool.plan_growth(blocks)
+        least = self.pool.plan_growth(min(blocks, least_blocks))
         if wish is not None and least is not None:
             self._wish.make(self._of_devices(wish), self._of_devices(least))
 

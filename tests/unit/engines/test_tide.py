@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from kvtide.engines.vllm.need import Ahead
     from kvtide.engines.vllm.tide import Tide
 
 pytestmark = pytest.mark.torch
@@ -24,7 +25,7 @@ class Memory:
         self.has = 0
         self.grown: list[int] = []
         self.asked: list[tuple[int, int]] = []
-        self.wished_ahead: list[int] = []
+        self.wished_ahead: list[tuple[int, int]] = []
         self.free_count = 0
         self.wishing = self.pending = False
 
@@ -36,8 +37,8 @@ class Memory:
         self.grown.append(blocks)
         return blocks <= self.has
 
-    def wish_ahead(self, blocks: int) -> None:
-        self.wished_ahead.append(blocks)
+    def wish_ahead(self, blocks: int, least_blocks: int) -> None:
+        self.wished_ahead.append((blocks, least_blocks))
         self.wishing = True
 
     def end_wish(self) -> None:
@@ -47,13 +48,13 @@ class Memory:
         """Nobody looks."""
 
 
-def tide_that_needs(blocks: int, *, free: int, cached: int = 0) -> Any:
-    """One whose requests run and miss nothing in this step."""
+def tide_that_needs(near: int, far: int, *, free: int, cached: int = 0) -> Any:
+    """One whose requests run and miss nothing in this step; what it grows comes at once."""
     tide: Any = Tide.__new__(Tide)
     tide.memory = Memory()
     tide.memory.free_count = free + cached
     tide._pool = SimpleNamespace(free=SimpleNamespace(count=free))
-    tide._need = SimpleNamespace(blocks=lambda steps=1: steps * blocks)
+    tide._need = SimpleNamespace(ahead=lambda: Ahead(near, far))
     tide._overdue = SimpleNamespace(forget=lambda: None)
     tide._scheduler = SimpleNamespace(running=[object()], has_unfinished_requests=lambda: True)
     tide.watch = SimpleNamespace(search=lambda wishing: None)
@@ -62,44 +63,51 @@ def tide_that_needs(blocks: int, *, free: int, cached: int = 0) -> Any:
 
 
 def test_what_coming_steps_lack_is_wished_for_before_a_request_has_to_be_preempted() -> None:
-    tide = tide_that_needs(20, free=3, cached=5)
+    tide = tide_that_needs(20, 50, free=3, cached=5)
     tide._grow_ahead()
     tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
-    assert tide.memory.wished_ahead == [12]
+    assert tide.memory.wished_ahead == [(42, 12)]
     assert tide.memory.wishing, "a step that missed nothing ended a wish for the next ones"
 
-    tide.memory.has = 20
+    tide.wake()
+    tide.memory.has = 50
     tide._grow_ahead()
     tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
     assert not tide.memory.wishing, "it has come, and is still wished for"
 
 
 def test_a_cache_of_its_own_goes_before_that_of_others() -> None:
-    tide = tide_that_needs(20, free=3, cached=17)
+    tide = tide_that_needs(20, 20, free=3, cached=17)
     tide._grow_ahead()
     tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
     assert tide.memory.wished_ahead == []
     assert not tide.memory.wishing
 
 
-def test_what_other_processes_map_is_asked_for_some_steps_before_it_is_needed() -> None:
-    """It is there a step or two later, and prompts would wait for it at every step."""
-    tide = tide_that_needs(20, free=3)
-    tide.memory.ranks.direct = False
+def test_memory_comes_for_some_steps_at_once() -> None:
+    """What others give, or other processes map, is there a step or two later."""
+    tide = tide_that_needs(20, 60, free=3)
     tide.memory.has = 60
     tide._grow_ahead()
-    assert tide.memory.grown == [3 * 20 - 3]
+    assert tide.memory.grown == [57]
+    assert tide.memory.wished_ahead == []
 
 
-def test_where_there_is_not_so_much_the_next_step_alone_is_seen_to() -> None:
-    tide = tide_that_needs(20, free=3)
-    tide.memory.ranks.direct = False
+def test_where_there_is_not_so_much_the_next_step_is_seen_to_and_the_rest_is_wished_for() -> None:
+    tide = tide_that_needs(20, 60, free=3)
     tide.memory.has = 20
     tide._grow_ahead()
+    assert tide.memory.grown == [57, 17]
+    assert tide.memory.wished_ahead == [(57, 17)]
+    tide._pool.free.count = tide.memory.free_count = 20
     tide._grow_ahead()
-    far, near = 3 * 20 - 3, 20 - 3
-    assert tide.memory.grown == [far, near, near], "refused, the far one is not asked each step"
-    assert tide.memory.wished_ahead == []
+    tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
+    assert tide.memory.grown == [57, 17], "what was refused is not asked again in each step"
+    assert tide.memory.wishing, "nor is its wish given up"
+    tide._pool.free.count = tide.memory.free_count = 60
+    tide._grow_ahead()
+    tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
+    assert not tide.memory.wishing
 
 
 @pytest.mark.parametrize(

@@ -422,7 +422,7 @@ def test_a_wish_ahead_names_what_is_needed_and_what_would_be_grown_ahead(make_wo
     world = make_world()
     engine = world.engine([(0, layers(20, 2 * MIB, 1))])
     (seat,) = engine.memory.seats.values()
-    engine.memory.wish_ahead(3)
+    engine.memory.wish_ahead(3, 3)
     (told,) = seat.ledger.snapshot().instances
     assert engine.memory.wishing
     assert told.wish_bytes == 16 * MIB  # an extent of the largest size
@@ -433,5 +433,5 @@ def test_a_wish_ahead_names_what_is_needed_and_what_would_be_grown_ahead(make_wo
     engine.step(19)
     engine.quieten()
     assert engine.memory.pool.usable_count == 20
-    engine.memory.wish_ahead(3)
+    engine.memory.wish_ahead(3, 3)
     assert not engine.memory.wishing

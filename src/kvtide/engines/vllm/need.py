@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from kvtide.engines.vllm.eras import waiting_queues
 
-__all__ = ["STEPS_AHEAD", "Need"]
+__all__ = ["Ahead", "Need"]
 
 # Steps in flight, and two.
-STEPS_AHEAD = 3
+_STEPS_AHEAD = 3
 
 
 class _Group(NamedTuple):
@@ -22,6 +22,13 @@ class _Group(NamedTuple):
     block_tokens: int
     window_tokens: int | None
     recurrent: bool
+
+
+class Ahead(NamedTuple):
+    """Blocks that the next step needs, and that the next three need."""
+
+    near: int
+    far: int
 
 
 class Need:
@@ -44,23 +51,29 @@ class Need:
         kept = None if window is None else window + self._batch_tokens
         return _Group(spec.block_size, kept, recurrent="mamba_type" in vars(spec))
 
-    def blocks(self, steps: int = 1) -> int:
-        """Blocks that the running requests need for the steps in flight plus two, and the prompts
-        at the head of the queue as far as so many steps can take them up."""
+    def blocks(self) -> int:
+        """Blocks that the next step needs: `near` of `ahead`."""
+        return self.ahead().near
+
+    def ahead(self) -> Ahead:
+        """What the running requests need for the steps in flight plus two, and the prompts at the
+        head of the queue as far as the next step, or the next three, can take them up."""
         scheduler = self._scheduler
         needed = 0
         for request in scheduler.running:
-            ahead = request.num_tokens_with_spec - request.num_computed_tokens + STEPS_AHEAD
+            ahead = request.num_tokens_with_spec - request.num_computed_tokens + _STEPS_AHEAD
             needed += self._for_more(request.num_computed_tokens, ahead)
         room = scheduler.max_num_running_reqs - len(scheduler.running)
-        tokens = steps * self._batch_tokens
+        near, tokens, far_tokens = needed, 0, _STEPS_AHEAD * self._batch_tokens
         for request in chain(*self._queues()):
-            if room <= 0 or tokens <= 0:
+            if room <= 0 or tokens >= far_tokens:
                 break
+            needed += self._for_more(0, request.num_tokens + _STEPS_AHEAD)
+            if tokens < self._batch_tokens:
+                near = needed
             room -= 1
-            tokens -= request.num_tokens
-            needed += self._for_more(0, request.num_tokens + STEPS_AHEAD)
-        return needed
+            tokens += request.num_tokens
+        return Ahead(near, needed)
 
     def heads(self) -> list[Any]:
         """The requests at the heads of the queues."""

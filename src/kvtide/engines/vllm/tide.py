@@ -11,7 +11,7 @@ from typing import Any
 from kvtide.engines.vllm import introduction
 from kvtide.engines.vllm.blocks import ElasticBlockPool
 from kvtide.engines.vllm.fitting import fits_regrouped, why_never
-from kvtide.engines.vllm.need import STEPS_AHEAD, Need
+from kvtide.engines.vllm.need import Need
 from kvtide.engines.vllm.overdue import Overdue
 from kvtide.engines.vllm.preemption import Preemption
 from kvtide.ledger import Ledger, State
@@ -130,25 +130,30 @@ class Tide:
         self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
 
     def _grow_ahead(self) -> None:
-        """Have what the coming steps need; where none is left, ask for it before it is missed."""
-        memory = self.memory
-        self._wishes_ahead = False
-        if not memory.ranks.direct and time.monotonic() >= self._far_at:
-            # What other processes map is there some steps later: until then prompts would wait.
-            missing = self._need.blocks(STEPS_AHEAD) - self._pool.free.count
-            if missing <= 0 or memory.grow(missing):
-                return
-            self._far_at = time.monotonic() + _PROBE_SECONDS
-        needed = self._need.blocks()
-        missing = needed - self._pool.free.count
-        if missing <= 0 or memory.grow(missing):
+        """Have what the coming steps need; where none is left, ask for it before it is missed.
+
+        Some steps' prompts at once: what others have to give up, or other processes to map, is not
+        there before the next step, and prompts would wait for it at every step.
+        """
+        memory, now = self.memory, time.monotonic()
+        near, far = self._need.ahead()
+        if far <= self._pool.free.count:
+            self._wishes_ahead = False
             return
-        self._ahead_at = time.monotonic() + _PROBE_SECONDS
+        if now >= self._far_at:
+            self._wishes_ahead = False
+            if memory.grow(far - self._pool.free.count):
+                return
+            self._far_at = now + _PROBE_SECONDS
+        elif near <= self._pool.free.count:
+            return
+        if near > self._pool.free.count and not memory.grow(near - self._pool.free.count):
+            self._ahead_at = now + _PROBE_SECONDS
         # A cache of one's own goes before that of others.
-        missing = needed - memory.free_count
+        missing = far - memory.free_count
         if missing > 0:
             self._wishes_ahead = True
-            memory.wish_ahead(missing)
+            memory.wish_ahead(missing, max(1, near - memory.free_count))
 
     def _owes(self) -> bool:
         """Whether to look what others may have: what has come free since they called is theirs."""
