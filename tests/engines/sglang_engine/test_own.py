@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,9 @@ class Rank:
         self.instance = self.ledger.register("a", explicit=True)
         self.samples = 0
         seat = Seat(self.ledger, self.instance)
-        account = SimpleNamespace(sample=self._sample)
+        # Who tells what the instance has taken of its headroom.
+        self.told: list[Callable[[], int]] = []
+        account = SimpleNamespace(sample=self._sample, take_headroom=self.told.append)
         self.parts: list[Any] = [
             SimpleNamespace(
                 device=device,
@@ -105,6 +108,22 @@ def test_it_is_told_once_graphs_are_captured(tmp_path: Path) -> None:
     assert found.non_kv_source == "driver"
     assert rank.headroom() == 3 * GIB
     assert rank.samples == 1
+    rank.close()
+
+
+def test_what_torch_reserves_from_then_on_is_taken_out_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved = [1 * GIB]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved[0])
+    rank = Rank(tmp_path, Gpu(80 * MIB + 4 * MIB + 1 * GIB))
+    record_own(scheduler(), rank.parts)
+    (told,) = rank.told
+    assert told() == 0
+    reserved[0] = 3 * GIB
+    assert told() == 2 * GIB
+    reserved[0] = 9 * GIB
+    assert told() == rank.headroom() == 3 * GIB
     rank.close()
 
 
