@@ -150,6 +150,8 @@ def failures(result: dict[str, Any]) -> list[str]:
     found = []
     if result["complete"] != result["asked"]:
         found.append(f"{result['asked'] - result['complete']} requests failed")
+    if result["memory"] and not result["memory"]["samples"]:
+        found.append("nobody looked at the ledger")
     if result["memory"] and result["memory"]["samples_above_budget"]:
         found.append(f"{result['memory']['samples_above_budget']} samples above the budget")
     return found
@@ -293,6 +295,7 @@ def run_late(options: argparse.Namespace, shape: Shape, environ: dict[str, str])
         "requests of a": loaded["failed"] > 0,
         "requests of b": answer["complete"] != requests,
         "load ended before b was done": loaded["seconds"] >= options.seconds,
+        "nobody looked at the ledger": not seen["samples"],
     }
     results = {
         "held_outside_bytes": held_bytes,

@@ -183,7 +183,9 @@ class Sharing:
             holdings = self.holdings(s, d)
             if not self.giver_keeps_its_min:
                 holdings = [h._replace(min_bytes=0) if not h.wish_bytes else h for h in holdings]
-            found = demands(holdings, budget_bytes=self.budget(s, d), granularity_bytes=1).get(i)
+            found = demands(
+                holdings, budget_bytes=self.budget(s, d), granularity_bytes=1, beyond_bytes=0
+            ).get(i)
             if found is not None:
                 idle, running = max(idle, found.idle_bytes), max(running, found.running_bytes)
         return idle, running

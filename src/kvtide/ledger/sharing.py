@@ -148,7 +148,7 @@ def demands(
     *,
     budget_bytes: int,
     granularity_bytes: int,
-    beyond_bytes: int = 0,
+    beyond_bytes: int,
 ) -> dict[int, Demand]:
     """What each instance should begin to give back now, by slot; nobody else appears.
 
@@ -173,7 +173,7 @@ def reasons(
     *,
     budget_bytes: int,
     granularity_bytes: int,
-    beyond_bytes: int = 0,
+    beyond_bytes: int,
 ) -> dict[int, Reason]:
     """For what most of each demand is, by slot, as `demands` shares them; for observers alone.
 

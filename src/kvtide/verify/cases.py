@@ -165,19 +165,22 @@ def _model(model: Model, layout: str, lacking: str | None) -> Callable[[Bench], 
             raise Skipped(f"{bench.kind.engine} does not run it here: {lacking}")
         seen = _both(bench, model, _options(bench, model), layout)
         native: Life = seen.record[0]
-        if not native.alive and (why := _lack(native, _LACKS_KERNEL)):
+        if not native.alive and (why := _lack(_log_of(native), _LACKS_KERNEL)):
             raise Skipped(f"the native engine does not run it here: {why}")
         return seen
 
     return run
 
 
-def _lack(native: Life, says: re.Pattern[str]) -> str | None:
+def _lack(told: str, says: re.Pattern[str]) -> str | None:
     """What a native engine that did not start, or ended, says that it lacks."""
-    log = Path(native.log)
-    told = f"{native.error or ''}\n{log.read_text(errors='replace') if log.exists() else ''}"
     found = says.search(told)
     return found[0][:_REASON_CHARS] if found else None
+
+
+def _log_of(life: Life) -> str:
+    log = Path(life.log)
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 def _fp8(model: Model) -> Callable[[Bench], Seen]:
@@ -187,7 +190,7 @@ def _fp8(model: Model) -> Callable[[Bench], Seen]:
         options = replace(_options(bench, low), kv_dtype="fp8")
         seen = _both(bench, low, options, "auto")
         native: Life = seen.record[0]
-        if not native.ready and (why := _lack(native, _LACKS_FP8)):
+        if not native.ready and (why := _lack(native.error or "", _LACKS_FP8)):
             raise Skipped(f"the native engine has no fp8 KV cache here: {why}")
         return seen
 

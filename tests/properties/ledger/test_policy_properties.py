@@ -8,7 +8,9 @@ sizes = st.integers(0, 40)
 
 
 def idle_of(holdings, *, budget_bytes, granularity_bytes):
-    asked = demands(holdings, budget_bytes=budget_bytes, granularity_bytes=granularity_bytes)
+    asked = demands(
+        holdings, budget_bytes=budget_bytes, granularity_bytes=granularity_bytes, beyond_bytes=0
+    )
     return {slot: demand.idle_bytes for slot, demand in asked.items()}
 
 

@@ -10,7 +10,7 @@ def holding(slot, charged=0, limit=None, idle=0, releasing=0, wish=0, since=0):
 
 def shares(*holdings, budget, granularity=1):
     """Idle bytes by slot; these holdings hold nothing that could be preempted for."""
-    asked = demands(holdings, budget_bytes=budget, granularity_bytes=granularity)
+    asked = demands(holdings, budget_bytes=budget, granularity_bytes=granularity, beyond_bytes=0)
     assert not any(demand.running_bytes for demand in asked.values())
     return {slot: demand.idle_bytes for slot, demand in asked.items()}
 
@@ -105,8 +105,8 @@ def test_memory_that_the_device_has_lost_is_made_good_before_a_wish_is_served():
 
 def why(*holdings, budget):
     """For what each gives."""
-    asked = demands(holdings, budget_bytes=budget, granularity_bytes=1)
-    found = reasons(holdings, budget_bytes=budget, granularity_bytes=1)
+    asked = demands(holdings, budget_bytes=budget, granularity_bytes=1, beyond_bytes=0)
+    found = reasons(holdings, budget_bytes=budget, granularity_bytes=1, beyond_bytes=0)
     assert set(found) == set(asked)
     return found
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvtide.engines.sglang.allocators import FreeSlots, adopt
 from kvtide.engines.sglang.cached import Cached
 from kvtide.engines.sglang.parts import Part
-from kvtide.memory.extents import ahead_bytes, cap_for
+from kvtide.memory.extents import cap_for
 from kvtide.observe.tally import Cause, Kind
 from kvtide.pool import FreeBlocks, Growth, Pool, Reclaim, Shrink, Standing
 from kvtide.pool.plans import Run
@@ -144,7 +144,6 @@ class SlotMemory(ElasticMemory[Any]):
         super().__init__({uuid: part.seat}, Ranks([member]), pool, slots, cap_bytes)
         self.part = part
         self.slots = slots
-        self._cap_bytes = cap_bytes
         self.sharing = _SharedGiving(self.seats, self.ranks, pool, slots, self.changes)
         self.sharing.ranks_on_device, self.sharing.ranks = ranks_on_device, ranks
         self.giving = self.sharing
@@ -170,8 +169,7 @@ class SlotMemory(ElasticMemory[Any]):
 
     def attempts(self, blocks: int) -> list[int]:
         """How many blocks to try to have for so many missing: some ahead first."""
-        ahead = ahead_bytes(self.pool.mapped_bytes, self._cap_bytes)
-        generous = min(ahead // self.part.geometry.block_bytes, self.hidden)
+        generous = min(self._ahead_blocks, self.hidden)
         return [generous, blocks] if generous > blocks else [blocks]
 
     def try_growth(self, blocks: int) -> Reclaim | None:

@@ -32,7 +32,7 @@ class Ahead(NamedTuple):
 
 
 class Need:
-    """An upper bound that does not walk the requests while memory is plenty."""
+    """An upper bound, by the running requests and the head of the queue."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
