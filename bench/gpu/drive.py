@@ -230,6 +230,12 @@ def ballast(leave_bytes: int) -> Iterator[int]:
         process.wait(60)
 
 
+def wait_for_file(path: Path | None) -> None:
+    """How a script whose engines are up waits until it may measure."""
+    while path is not None and not path.exists():
+        time.sleep(0.2)
+
+
 def host_environ(memory_bytes: int = HOST_BYTES) -> dict[str, str]:
     """What engines without a GPU need: one host device for all that this process starts."""
     return {

@@ -564,6 +564,10 @@ class Engine:
         rows.append({"blocks": "10 s after", "excess_mib": (base - self._free_bytes()) / 2**20})
         return {"rows": rows}
 
+    def mapped(self) -> dict[str, Any]:
+        """Bytes that the system itself says it has mapped for KV, and those of the device."""
+        return {"mapped_bytes": self._mapped_bytes(), "total_bytes": device_memory()[1]}
+
     def _mapped_bytes(self) -> int:
         """What is mapped for KV now, a reserve included, as the system itself counts it."""
         if self.setup["system"] == "kvcached":

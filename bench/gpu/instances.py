@@ -9,8 +9,11 @@ budget of all together; each engine has its turn, twice. Of every request the ti
 token is in the results, from vLLM's own record of it. The first burst, which finds all memory free,
 is left out of the figures. `native` has the budget in equal parts, kvtide as `KVTIDE_BUDGET`. Of
 kvcached (V1 runner) each engine may have the whole budget, and nothing limits their sum but the
-device: more than the others have. Some 60 seconds a system and number of engines, the starts
-included, of which those that follow each other on one machine are faster.
+device: more than the others have. So it has its bursts once more, `bounded`, where another process
+holds the device but for as much as the others share, and what kvcached leaves free by itself.
+Some 60 seconds a system and number of engines, the starts included, of which those that follow
+each other on one machine are faster; with `--together` all start at once, and one is asked at a
+time.
 
 `--late`: an engine that starts while its neighbour is at full load of a device on which another
 process holds the rest. It has the same number of blocks as the one that started alone, and no
@@ -25,7 +28,8 @@ import argparse
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +44,7 @@ from drive import (
     save,
     spread,
     table,
+    wait_for_file,
     without_log,
 )
 from engine import token_bytes
@@ -50,6 +55,8 @@ from kvtide.units import GIB, MIB, format_size, parse_size
 
 FILL = 0.9  # of the budget, by one burst
 NAMES = "abc"
+BOUNDED = "kvcached, bounded"
+KVCACHED_LEAVES = 0.05  # of a device, as it does unless told otherwise
 HALVED = 2.0
 BURST_SECONDS = 120  # an engine that takes longer for one hangs
 
@@ -93,57 +100,98 @@ def setups(shape: Shape, system: str, engines: int, *, host: bool) -> list[dict[
     return [{**setup, "name": name} for name in NAMES[:engines]]
 
 
-def bursts(
-    shape: Shape, system: str, engines: int, environ: dict[str, str], *, rounds: int, host: bool
-) -> dict[str, Any]:
-    """All bursts of one system, in engines that started together."""
-    with ExitStack() as stack:
+class Fleet:
+    """The engines of one system, started together; what they share of ledgers and budget."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        system: str,
+        engines: int,
+        environ: dict[str, str],
+        *,
+        rounds: int,
+        host: bool,
+    ) -> None:
+        self.shape, self.system, self.engines, self.rounds = shape, system, engines, rounds
+        self._environ = environ
+        self._setups = setups(shape, system, engines, host=host)
+        self._running: dict[str, Running] = {}
+        self._memory: Memory | None = None
+        self._began = 0.0
+
+    def start(self, stack: ExitStack) -> None:
+        """Start all; they end with the stack."""
         directory = stack.enter_context(ledgers())
         environ = {
-            **environ,
+            **self._environ,
             "KVTIDE_DIR": str(directory),
-            "KVTIDE_BUDGET": str(shape.budget_bytes),
+            "KVTIDE_BUDGET": str(self.shape.budget_bytes),
         }
-        memory = stack.enter_context(Memory(directory))
-        began = time.monotonic()
-        running = {
-            setup["name"]: stack.enter_context(Running(setup, **environ))
-            for setup in setups(shape, system, engines, host=host)
+        if self.system == "kvtide":
+            self._memory = stack.enter_context(Memory(directory))
+        self._began = time.monotonic()
+        self._running = {
+            setup["name"]: stack.enter_context(Running(setup, **environ)) for setup in self._setups
         }
-        started = {name: engine.wait_result() for name, engine in running.items()}
-        ready = time.monotonic()
+
+    def wait_ready(self) -> dict[str, Any]:
+        """What each said when it was up."""
+        started = {name: engine.wait_result() for name, engine in self._running.items()}
+        return {"started": started, "start_seconds": round(time.monotonic() - self._began, 1)}
+
+    def measure(self, seed: int) -> dict[str, Any]:
+        """All bursts in turn, after one short load that warms them up together."""
+        shape = self.shape
         waiting = [
             (engine, engine.tell("generate", "warm", 16, shape.prompt, 16, 99))
-            for engine in running.values()
+            for engine in self._running.values()
         ]
         for engine, place in waiting:
             engine.wait_result(place)
+        began = time.monotonic()
         done: list[dict[str, Any]] = []
-        for round_ in range(rounds):
-            for number, (name, engine) in enumerate(running.items()):
-                seed = 1000 * engines + 10 * round_ + number
-                place = engine.tell("burst", name, shape.requests, shape.prompt, shape.output, seed)
-                answer = engine.wait_result(place, BURST_SECONDS)
-                done.append(answer)
-                print(engines, system, without_log(answer), flush=True)
-        ended = time.monotonic()
-        for engine in running.values():
+        for round_ in range(self.rounds):
+            for number, name in enumerate(self._running):
+                done.append(self._burst(name, seed + 10 * round_ + number))
+                print(self.engines, self.system, without_log(done[-1]), flush=True)
+        return {
+            "burst_seconds": round(time.monotonic() - began, 1),
+            "began": round(began, 3),
+            "bursts": done,
+            "ttft_ms": spread([t for burst in done[1:] for t in burst["ttft_ms"]]),
+            "complete": sum(b["complete"] for b in done),
+            "asked": len(done) * shape.requests,
+            "preemptions": sum(b["preemptions"] for b in done),
+        }
+
+    def measure_bounded(self, seed: int) -> dict[str, Any]:
+        """The same once more where a ballast leaves of the device what the others share.
+
+        For kvcached, whose engines otherwise have no joint bound. A burst of each comes first, for
+        which torch takes the memory that it keeps; what is mapped for KV by then counts as theirs,
+        and what kvcached leaves free by itself is left on top.
+        """
+        for number, name in enumerate(self._running):
+            self._burst(name, seed + 100 + number)
+        told = [engine.ask("mapped") for engine in self._running.values()]
+        own_bytes = int(KVCACHED_LEAVES * told[0]["total_bytes"])
+        mapped_bytes = sum(one["mapped_bytes"] for one in told)
+        leave_bytes = max(0, self.shape.budget_bytes - mapped_bytes) + own_bytes
+        with ballast(leave_bytes) as held_bytes:
+            result = self.measure(seed)
+        return {**result, "mapped_before_bytes": mapped_bytes, "ballast_bytes": held_bytes}
+
+    def _burst(self, name: str, seed: int) -> dict[str, Any]:
+        shape, engine = self.shape, self._running[name]
+        place = engine.tell("burst", name, shape.requests, shape.prompt, shape.output, seed)
+        return engine.wait_result(place, BURST_SECONDS)
+
+    def close(self) -> dict[str, Any]:
+        """End all; what of the ledger was seen."""
+        for engine in self._running.values():
             engine.close()
-        seen = memory.stop()
-        closed = time.monotonic()
-    return {
-        "started": started,
-        "start_seconds": round(ready - began, 1),
-        "burst_seconds": round(ended - ready, 1),
-        "close_seconds": round(closed - ended, 1),
-        "began": round(began, 3),
-        "bursts": done,
-        "ttft_ms": spread([t for burst in done[1:] for t in burst["ttft_ms"]]),
-        "complete": sum(b["complete"] for b in done),
-        "asked": len(done) * shape.requests,
-        "preemptions": sum(b["preemptions"] for b in done),
-        "memory": seen if system == "kvtide" else None,
-    }
+        return {"memory": self._memory.stop() if self._memory else None}
 
 
 def failures(result: dict[str, Any]) -> list[str]:
@@ -202,56 +250,85 @@ def compare(results: dict[str, dict[str, Any]], shape: Shape) -> None:
                 ]
             )
         ours = systems.get("kvtide", {}).get("ttft_ms")
-        other = systems.get("kvcached", {}).get("ttft_ms")
         for which in ("mean", "p99"):
             if ours and split:
                 held = split[which] >= HALVED * ours[which]
                 verdicts.append(f"{engines} engines, {which} halved: {'yes' if held else 'MISSED'}")
-            if ours and other:
-                held = ours[which] <= other[which]
-                verdicts.append(
-                    f"{engines} engines, {which} no worse than kvcached's: "
-                    f"{'yes' if held else 'MISSED'}"
-                )
+            for name in ("kvcached", BOUNDED):
+                other = systems.get(name, {}).get("ttft_ms")
+                if ours and other:
+                    held = ours[which] <= other[which]
+                    verdicts.append(
+                        f"{engines} engines, {which} no worse than {name}: "
+                        f"{'yes' if held else 'MISSED'}"
+                    )
     table(rows)
     print(*verdicts, sep="\n", flush=True)
 
 
 def run_bursts(options: argparse.Namespace, shape: Shape, environ: dict[str, str]) -> int:
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {str(engines): {} for engines in options.engines}
     failed = False
+
+    def done(fleet: Fleet, system: str, result: dict[str, Any]) -> None:
+        nonlocal failed
+        wrong = "error" in result or bool(failures(result))
+        failed |= wrong and fleet.system == "kvtide"
+        results[str(fleet.engines)][system] = result
+        told = {"shape": shape._asdict(), "requests": shape.requests, "fill": FILL}
+        save("instances", {**told, "together": options.together, "engines": results})
+
     print(
         f"{shape.requests} requests of ({shape.prompt}, {shape.output}) a burst, "
         f"{format_size(shape.budget_bytes)} of KV cache in all",
         flush=True,
     )
-    for engines in options.engines:
-        of_number = results[str(engines)] = {}
-        for system in options.systems:
-            if system == "kvcached" and not has_kvcached():
-                print("kvcached is not installed here: left out", flush=True)
+    systems = [s for s in options.systems if s != "kvcached" or has_kvcached()]
+    if len(systems) < len(options.systems):
+        print("kvcached is not installed here: left out", flush=True)
+    fleets = [
+        Fleet(shape, system, engines, environ, rounds=options.rounds, host=options.cpu)
+        for engines in options.engines
+        for system in systems
+    ]
+    with ExitStack() as all_together:
+        up: dict[Fleet, dict[str, Any]] = {}
+        if options.together:
+            for fleet in fleets:
+                fleet.start(all_together)
+            for fleet in fleets:
+                with reported(fleet, done):
+                    up[fleet] = fleet.wait_ready()
+            print("all are up", flush=True)
+        wait_for_file(options.after)
+        for fleet in fleets:
+            if options.together and fleet not in up:
                 continue
-            try:
-                result = bursts(
-                    shape, system, engines, environ, rounds=options.rounds, host=options.cpu
-                )
-                failed |= bool(failures(result)) and system == "kvtide"
-            except EngineEndedError as error:
-                print(error, flush=True)
-                result = {"error": "ended"}
-                failed |= system == "kvtide"
-            of_number[system] = result
-            save(
-                "instances",
-                {
-                    "shape": shape._asdict(),
-                    "requests": shape.requests,
-                    "fill": FILL,
-                    "engines": results,
-                },
-            )
+            with ExitStack() as alone, reported(fleet, done):
+                if fleet not in up:
+                    fleet.start(alone)
+                    up[fleet] = fleet.wait_ready()
+                seed = 1000 * fleet.engines
+                found = fleet.measure(seed)
+                if fleet.system == "kvcached":
+                    with reported(fleet, done, BOUNDED):
+                        bounded = fleet.measure_bounded(seed)
+                        done(fleet, BOUNDED, {**up[fleet], **bounded, "memory": None})
+                done(fleet, fleet.system, {**up[fleet], **found, **fleet.close()})
     compare(results, shape)
     return 1 if failed else 0
+
+
+@contextmanager
+def reported(
+    fleet: Fleet, done: Callable[[Fleet, str, dict[str, Any]], None], system: str | None = None
+) -> Iterator[None]:
+    """An engine that ends, or hangs, is a result; the other systems have their turn."""
+    try:
+        yield
+    except EngineEndedError as error:
+        print(error, flush=True)
+        done(fleet, system or fleet.system, {"error": "ended"})
 
 
 def free_share(directory: Path) -> float:
@@ -341,6 +418,8 @@ def main() -> int:
     parser.add_argument("--systems", nargs="+", default=["native", "kvtide", "kvcached"])
     parser.add_argument("--rounds", type=int, default=2, help="turns of each engine")
     parser.add_argument("--budget", type=parse_size, help="KV cache of all engines together")
+    parser.add_argument("--together", action="store_true", help="all systems are up at once")
+    parser.add_argument("--after", type=Path, help="begin to measure once this file is there")
     parser.add_argument("--late", action="store_true", help="the start beside a full load instead")
     parser.add_argument("--seconds", type=float, default=180, help="most that the load lasts")
     parser.add_argument(

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from drive import host_environ, ledgers, save, spread, table
+from drive import host_environ, ledgers, save, spread, table, wait_for_file
 from engine import config_of
 
 from kvtide.bench.stream import Timing, closed_loop, open_loop
@@ -95,6 +95,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--concurrency", type=int, help="closed loop; default 256, with --cpu 8")
     parser.add_argument("--kv", type=parse_size, default=40 * GIB, help="most KV cache of each")
+    parser.add_argument("--after", type=Path, help="begin to measure once this file is there")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     requests = options.requests or (40 if options.cpu else 1000)
@@ -130,6 +131,7 @@ def main() -> int:
             stack.enter_context(server.start())
             server.wait_ready(400)
             print(f"{name} up after {time.monotonic() - began:.0f} s", flush=True)
+        wait_for_file(options.after)
         failed: list[str] = []
         for number, server in enumerate(servers.values()):
             warm = random_prompts(900 + number, concurrency // 2, prompt)

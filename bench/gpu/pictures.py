@@ -24,8 +24,18 @@ import matplotlib.pyplot as plt
 from serving import BAR
 
 INK = "#24292f"
-COLOURS = {"native": "#8a8f98", "kvtide": "#2a8fd0", "kvcached": "#e08a2b"}
-LABELS = {"native": "fixed split", "kvtide": "kvtide", "kvcached": "kvcached"}
+COLOURS = {
+    "native": "#8a8f98",
+    "kvtide": "#2a8fd0",
+    "kvcached": "#e08a2b",
+    "kvcached, bounded": "#b3541e",
+}
+LABELS = {
+    "native": "fixed split",
+    "kvtide": "kvtide",
+    "kvcached": "kvcached, without a bound",
+    "kvcached, bounded": "kvcached, the same memory",
+}
 ENGINE_COLOURS = {"a": "#2a8fd0", "b": "#e08a2b", "c": "#4fa36b"}
 GIB_MIB = 1024
 CURVE_POINTS = 200

@@ -18,6 +18,7 @@ import argparse
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from drive import (
@@ -28,6 +29,7 @@ from drive import (
     ledgers,
     save,
     table,
+    wait_for_file,
     without_log,
 )
 
@@ -115,6 +117,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=330, help="of all, the starts included")
     parser.add_argument("--kv", type=parse_size, default=40 * GIB, help="most KV cache of each")
     parser.add_argument("--per-layer", action="store_true", help="a second kvtide, laid out so")
+    parser.add_argument("--after", type=Path, help="begin to measure once this file is there")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     kv_bytes = 64 * MIB if options.cpu else options.kv
@@ -161,6 +164,14 @@ def main() -> int:
                 started = engines[name].wait_result()
                 results[f"{name} started"] = started
                 print(name, without_log(started), flush=True)
+            except EngineEndedError:
+                if name != "kvcached":
+                    raise
+                del engines[name], rates[name]
+        print("all are up", flush=True)
+        wait_for_file(options.after)
+        for name in list(engines):
+            try:
                 engines[name].ask("generate", "warm", 64, 64 if options.cpu else 512, 32, 99)
                 engines[name].ask("reset")
             except EngineEndedError:

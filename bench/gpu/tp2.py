@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from drive import save
+from drive import save, wait_for_file
 from engine import config_of
 from strong import PROBE, site_of
 
@@ -32,13 +32,14 @@ from kvtide.bench.pairs import paired_ratios
 from kvtide.bench.stream import closed_loop
 from kvtide.ledger import Ledger
 from kvtide.units import GIB, MIB
-from kvtide.verify.client import Completion, complete, random_prompts
+from kvtide.verify.client import Completion, complete, metric, random_prompts
 from kvtide.verify.models import ensure_model
 from kvtide.verify.servers import Server
 
 NAME = "m"
 HERE = Path(__file__).parent
 READY_SECONDS = 200
+STEPS = "vllm:iteration_tokens_total_count"
 
 CONTEXT = """
 import torch
@@ -85,6 +86,8 @@ class Servers:
         self.options, self.work, self.ledgers = options, work, ledgers
         (work / "probe").mkdir()
         common = ["--served-model-name", NAME, "--tensor-parallel-size", str(options.tp)]
+        # A single rank too is another process than the scheduler, as several are.
+        common += ["--distributed-executor-backend", "mp"]
         environ = {PROBE: str(work / "probe")}
         elastic = {"KVTIDE": "1", "KVTIDE_DIR": str(ledgers)}
         if options.cpu:
@@ -191,19 +194,23 @@ def probe(servers: Servers) -> dict[str, Any]:
 
 def measure(servers: Servers, pairs: int, requests: int, prompt: int, output: int) -> Any:
     rates: dict[str, list[float]] = {"native": [], "kvtide": []}
+    steps: dict[str, list[int]] = {"native": [], "kvtide": []}
     for round_ in range(pairs + 1):
         order = [("native", servers.native), ("kvtide", servers.elastic)]
         for name, server in order if round_ % 2 == 0 else reversed(order):
             prompts = random_prompts(1000 + round_, requests, prompt)
+            before = metric(server.url, STEPS)
             seconds, timings = closed_loop(server.url, NAME, prompts, output, 128)
             assert all(t.error is None for t in timings)
             if round_:  # the first one warms up
                 rates[name].append(requests * output / seconds)
+                steps[name].append(round(metric(server.url, STEPS) - before))
             server.drop_cache()
     ratios = paired_ratios(rates["kvtide"], rates["native"])
     return {
         "requests": [requests, prompt, output],
         "tokens_per_s": {k: [round(r, 1) for r in v] for k, v in rates.items()},
+        "steps": steps,
         **{f"ratio_{name}": ratio for name, ratio in ratios.items()},
     }
 
@@ -316,8 +323,7 @@ def main() -> int:
     try:
         servers.start()
         print("all are up", flush=True)
-        while options.after is not None and not options.after.exists():
-            time.sleep(0.5)
+        wait_for_file(options.after)
         done("tokens", compare(servers))
         done("throughput", measure(servers, options.pairs, *load))
         if not options.cpu:
