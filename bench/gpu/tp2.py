@@ -38,7 +38,7 @@ from kvtide.verify.servers import Server
 
 NAME = "m"
 HERE = Path(__file__).parent
-READY_SECONDS = 200
+READY_SECONDS = 300
 STEPS = "vllm:iteration_tokens_total_count"
 
 CONTEXT = """
