@@ -198,8 +198,18 @@ class Memory(threading.Thread):
             "samples_above_budget": self.above,
             "high_water_mib": self.high_bytes / 2**20,
             "budget_mib": max((budget for _, _, budget in self.track), default=0),
-            "track": self.track,
+            "track": changes(self.track),
         }
+
+
+def changes(track: list[tuple[float, dict[str, int], int]]) -> list[Any]:
+    """The samples that differ from the one before, or from the one after: enough to draw it."""
+    told = [sample[1:] for sample in track]
+    return [
+        sample
+        for n, sample in enumerate(track)
+        if not 0 < n < len(track) - 1 or not told[n - 1] == told[n] == told[n + 1]
+    ]
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
     python bench/gpu/pictures.py bench/results/h200 docs/images
 
-Draws those whose results are there: memory over time of `instances-kvtide.json`, times to the
-first token of `instances.json`, memory of `late_start.json`, the ratios of `serving.json`, times to
+Draws those whose results are there: memory over time and times to the first token of
+`instances.json`, memory of `late_start.json`, the ratios of `serving.json`, times to
 the first token of `open_loop.json`. Needs matplotlib, which `pip install '.[plot]'` brings, and no
 GPU. Some seconds.
 """
@@ -202,7 +202,7 @@ def open_loop(results: dict[str, Any], path: Path) -> None:
 
 
 PICTURES: list[tuple[str, str, Callable[[dict[str, Any], Path], None]]] = [
-    ("instances-kvtide", "instances-memory", instances_memory),
+    ("instances", "instances-memory", instances_memory),
     ("instances", "instances-ttft", instances_ttft),
     ("late_start", "late-start", late_start),
     ("serving", "serving", serving),

@@ -35,6 +35,8 @@ _LACKS_KERNEL = re.compile(
     r"NotImplementedError: .*|\w*Error: No valid \S.* backend found.*"
     r"|\w*Error: '_OpNamespace' .* has no attribute .*"
 )
+# kvtide refuses by name a layout that a model, or its backend, cannot have.
+_LACKS_LAYOUT = re.compile(r"KVTIDE_LAYOUT=block-major cannot be had: (.*)")
 
 Judged = list[tuple[str, Check]]
 
@@ -164,9 +166,13 @@ def _model(model: Model, layout: str, lacking: str | None) -> Callable[[Bench], 
         if lacking is not None:
             raise Skipped(f"{bench.kind.engine} does not run it here: {lacking}")
         seen = _both(bench, model, _options(bench, model), layout)
-        native: Life = seen.record[0]
+        native, elastic = seen.record
         if not native.alive and (why := _lack(_log_of(native), _LACKS_KERNEL)):
             raise Skipped(f"the native engine does not run it here: {why}")
+        if layout == "block-major" and not elastic.ready:
+            refused = _LACKS_LAYOUT.search(_log_of(elastic))
+            if refused:
+                raise Skipped(f"it has no block-major layout: {refused[1][:_REASON_CHARS]}")
         return seen
 
     return run

@@ -93,6 +93,37 @@ def test_memory_comes_for_some_steps_at_once() -> None:
     assert tide.memory.wished_ahead == []
 
 
+def test_a_first_step_waits_for_its_own_memory_alone() -> None:
+    """Nothing computes meanwhile; what the ones after it need comes while it does."""
+    tide = tide_that_needs(20, 60, free=3)
+    tide._scheduler.running = []
+    tide.memory.has = 60
+    tide._grow_ahead()
+    assert tide.memory.grown == [17]
+    tide._scheduler.running = [object()]
+    tide._pool.free.count = tide.memory.free_count = 20
+    tide._grow_ahead()
+    assert tide.memory.grown == [17, 40]
+    assert tide.memory.wished_ahead == []
+
+
+def test_where_a_first_step_finds_none_all_is_wished_for_at_once() -> None:
+    tide = tide_that_needs(20, 60, free=3)
+    tide._scheduler.running = []
+    tide._grow_ahead()
+    assert tide.memory.grown == [17], "the same was asked for twice"
+    assert tide.memory.wished_ahead == [(57, 17)]
+
+
+def test_other_processes_map_for_some_steps_before_the_first_one_too() -> None:
+    tide = tide_that_needs(20, 60, free=3)
+    tide._scheduler.running = []
+    tide.memory.ranks.direct = False
+    tide.memory.has = 60
+    tide._grow_ahead()
+    assert tide.memory.grown == [57]
+
+
 def test_where_there_is_not_so_much_the_next_step_is_seen_to_and_the_rest_is_wished_for() -> None:
     tide = tide_that_needs(20, 60, free=3)
     tide.memory.has = 20

@@ -263,6 +263,42 @@ def test_a_model_is_not_skipped_for_another_end_or_none(run, tmp_path, monkeypat
     assert case.state == ("ok" if alive else "failed")
 
 
+REFUSED = "kvtide: KVTIDE_LAYOUT=block-major cannot be had: layers.0 keeps a state, not tokens\n"
+
+
+def layout_case(run, tmp_path, monkeypatch, layout, log, *, ready=False):
+    for name, text in (("native", "up\n"), ("kvtide", log)):
+        (tmp_path / f"{name}.log").write_text(text)
+    lives = [
+        Life(name, name == "native", str(tmp_path / f"{name}.log"), ready=is_ready, alive=is_ready)
+        for name, is_ready in (("native", True), ("kvtide", ready))
+    ]
+    seen = Seen(lives, [("kvtide", Check("server_ready", ready, "yes or no"))])
+    monkeypatch.setattr(cases_module, "_both", lambda *_: seen)
+    model = Model("m", tmp_path, "float32")
+    cases = select(make_cases([model], model, "cuda"), [f"model/*/{layout}"])
+    return run(cases)[0].cases[0]
+
+
+def test_a_layout_that_a_model_cannot_have_is_skipped_with_why(run, tmp_path, monkeypatch):
+    case = layout_case(run, tmp_path, monkeypatch, "block-major", f"up\n{REFUSED}down\n")
+    assert case.state == "skipped"
+    assert case.reason == "it has no block-major layout: layers.0 keeps a state, not tokens"
+
+
+@pytest.mark.parametrize(
+    ("layout", "log", "ready"),
+    [
+        ("block-major", "RuntimeError: no\n", False),
+        ("per-layer", REFUSED, False),
+        ("block-major", REFUSED, True),
+    ],
+)
+def test_a_layout_is_not_skipped_for_anything_else(run, tmp_path, monkeypatch, layout, log, ready):
+    case = layout_case(run, tmp_path, monkeypatch, layout, log, ready=ready)
+    assert case.state == ("ok" if ready else "failed")
+
+
 def test_the_setup_says_what_ran_where():
     setup = describe_setup("vllm", ("no-such", "msgspec"), "host", 2, ["m"])
     assert setup.engine_version.startswith("msgspec ")

@@ -133,21 +133,28 @@ class Tide:
         """Have what the coming steps need; where none is left, ask for it before it is missed.
 
         Some steps' prompts at once: what others have to give up, or other processes to map, is not
-        there before the next step, and prompts would wait for it at every step.
+        there before the next step, and prompts would wait for it at every step. A first step waits
+        for its own alone where that comes at once: the rest comes while it computes.
         """
         memory, now = self.memory, time.monotonic()
         near, far = self._need.ahead()
         if far <= self._pool.free.count:
             self._wishes_ahead = False
             return
+        lacking = near - self._pool.free.count
+        refused = False
+        if memory.ranks.direct and not self._scheduler.running:
+            if lacking <= 0 or memory.grow(lacking):
+                return
+            refused = True
         if now >= self._far_at:
             self._wishes_ahead = False
-            if memory.grow(far - self._pool.free.count):
+            if not refused and memory.grow(far - self._pool.free.count):
                 return
             self._far_at = now + _PROBE_SECONDS
-        elif near <= self._pool.free.count:
+        elif lacking <= 0:
             return
-        if near > self._pool.free.count and not memory.grow(near - self._pool.free.count):
+        if lacking > 0 and (refused or not memory.grow(lacking)):
             self._ahead_at = now + _PROBE_SECONDS
         # A cache of one's own goes before that of others.
         missing = far - memory.free_count
