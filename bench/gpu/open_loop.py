@@ -1,6 +1,6 @@
 """Latency of the 8B shape under an open loop: a native server and one under kvtide, both resident.
 
-    python bench/gpu/open_loop.py [--requests 1000] [--rounds 2]
+    python bench/gpu/open_loop.py [--requests 1000] [--rounds 4]
     python bench/gpu/open_loop.py --cpu                             tiny, without a GPU
 
 Real `vllm serve` processes with CUDA graphs, weights of random bytes, and a vocabulary of 2,048, so
@@ -92,7 +92,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, help="to each server; default 1000, with --cpu 40")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--concurrency", type=int, help="closed loop; default 256, with --cpu 8")
     parser.add_argument("--kv", type=parse_size, default=40 * GIB, help="most KV cache of each")
     parser.add_argument("--after", type=Path, help="begin to measure once this file is there")
