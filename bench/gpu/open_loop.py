@@ -80,7 +80,8 @@ def show(results: dict[str, Any]) -> None:
         ]
         rows.append([name, told["requests"], *picked[name], told["failed"]])
     ratios = [round(k / n, 3) for k, n in zip(picked["kvtide"], picked["native"], strict=True)]
-    results["ratios"] = dict(zip(map(str, heads[2:6]), ratios, strict=True))
+    names = [f"{of} {which}" for of in ("TTFT", "TPOT") for which in ("p50", "p99")]
+    results["ratios"] = dict(zip(names, ratios, strict=True))
     rows.append(["kvtide / native", "", *ratios, ""])
     print(f"{results['rate']:.1f} requests a second, {SHARE:.0%} of native's closed loop")
     table(rows)

@@ -179,7 +179,9 @@ def probe(servers: Servers) -> dict[str, Any]:
     found = {}
     for name, server in (("kvtide", servers.elastic), ("native", servers.native)):
         mine = set(server.pids())
-        found[name] = {one["name"]: one["contexts"] for one in told if one["pid"] in mine}
+        found[name] = {
+            f"{one['name']} {one['pid']}": one["contexts"] for one in told if one["pid"] in mine
+        }
     context = subprocess.run(
         [sys.executable, "-c", CONTEXT], capture_output=True, text=True, check=True
     )
