@@ -72,7 +72,7 @@ class Instance:
         """Tell observers what the instance does."""
         self._own_words()[self._at + w.I_STATE] = STATES.index(state)
 
-    def wish(self, size_bytes: int, *, least_bytes: int = 0, until_ns: int = 0) -> None:
+    def wish(self, size_bytes: int, *, least_bytes: int | None = None, until_ns: int = 0) -> None:
         """Register an unmet need, beyond what the instance holds idle itself, or clear it with 0.
 
         Every call with a size wakes the holders who should give something now; the place in the
@@ -84,7 +84,8 @@ class Instance:
         size_bytes
             All that could be used at once.
         least_bytes
-            The part without which nothing goes on; 0: all of it.
+            The part without which nothing goes on; None: all of it. 0: it goes on anyway, and the
+            wish holds up nobody of the same priority.
         until_ns
             For observers: when the waiting ends, in monotonic time; 0: never.
 
@@ -93,6 +94,7 @@ class Instance:
         ValueError
             A size is negative or no 64-bit number.
         """
+        least_bytes = size_bytes if least_bytes is None else least_bytes
         if not 0 <= least_bytes <= size_bytes <= _MAX_BYTES:
             raise ValueError(f"cannot wish for {size_bytes} bytes, {least_bytes} at least")
         words, at = self._own_words(), self._at
@@ -106,7 +108,7 @@ class Instance:
         if words[at + w.I_WISH] == 0:
             words[at + w.I_WISH_SINCE_NS] = now_ns
         words[at + w.I_WISH_SEEN_NS] = now_ns
-        words[at + w.I_WISH_LEAST] = least_bytes or size_bytes
+        words[at + w.I_WISH_LEAST] = least_bytes
         words[at + w.I_DEADLINE_NS] = until_ns
         words[at + w.I_WISH] = size_bytes
         self.call_holders()

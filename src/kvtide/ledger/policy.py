@@ -104,9 +104,10 @@ def set_aside(
 ) -> int:
     """What a grant to the asker must leave to others who wait and come before it.
 
-    Who waits at equal priority holds the asker up only once its wish is ripe: engines that both
-    want all take turns then, instead of preempting themselves for each other at every step. A wish
-    that not even all that others could give would meet holds nobody up.
+    Who waits at equal priority holds the asker up only once its wish is ripe, and only for the part
+    without which it cannot go on: engines that both want all take turns then, instead of preempting
+    themselves for each other at every step. A wish that not even all that others could give would
+    meet holds nobody up.
 
     `lendable_bytes` is the budget less headroom and less what pools can never give back.
     """
@@ -126,9 +127,12 @@ def set_aside(
         first_bytes = min(need_bytes, w.below_min_bytes)
         if beyond or w.priority > asker.priority or (w.priority == asker.priority and older):
             aside_bytes += first_bytes
-        equal = w.priority == asker.priority and older and w.wish_is_ripe
-        if beyond and (w.priority > asker.priority or equal):
+        if not beyond:
+            continue
+        if w.priority > asker.priority:
             aside_bytes += need_bytes - first_bytes
+        elif w.priority == asker.priority and older and w.wish_is_ripe:
+            aside_bytes += max(0, min(need_bytes, w.least_bytes) - first_bytes)
     return aside_bytes
 
 

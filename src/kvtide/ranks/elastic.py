@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from kvtide.ledger import Refusal, State
 from kvtide.memory.extents import ahead_bytes
@@ -26,6 +26,9 @@ from kvtide.ranks.seat import Seat, Wish
 __all__ = ["Circulation", "ElasticMemory", "Seat"]
 
 B = TypeVar("B", bound=Block)
+
+# Every block there may ever be is backed, or what is left cannot be.
+_NOTHING_LEFT: Final = Refusal("budget", 0, 0, sample_is_stale=False)
 
 
 class ElasticMemory(Generic[B]):
@@ -123,13 +126,28 @@ class ElasticMemory(Generic[B]):
 
     def grow(self, blocks: int) -> bool:
         """Have at least so many more blocks come, and some ahead; False when it was refused."""
+        refusal = self._try_ahead(blocks)
+        if refusal is not None and refusal.sample_is_stale and not self.ranks.pending:
+            # Others' memory is not asked for before it is known that there is no other.
+            self.ranks.sample(len(self.pool.shapes))
+            if self.ranks.direct:
+                self.settle()
+                refusal = self._try_ahead(blocks)
+        return refusal is None
+
+    def _try_ahead(self, blocks: int) -> Refusal | None:
+        """Grow ahead by what that takes, or by these blocks alone; the last refusal."""
+        refusal = _NOTHING_LEFT
         for wanted in (max(blocks, self._ahead_blocks), blocks):
             growths = self.pool.plan_growth(wanted)
-            if growths is not None and self._grow(growths, Cause.AHEAD) is None:
-                return True
+            if growths is not None:
+                refused = self._grow(growths, Cause.AHEAD)
+                if refused is None:
+                    return None
+                refusal = refused
             if wanted == blocks:
                 break
-        return False
+        return refusal
 
     def grow_for(self, blocks: int, desired: int) -> bool:
         """Have `desired` more blocks come, or at least the `blocks` without which nothing goes on.
@@ -169,11 +187,17 @@ class ElasticMemory(Generic[B]):
     def wish_ahead(self, blocks: int, least_blocks: int) -> None:
         """Ask others for what they can spare before it is missed: these blocks, and some ahead.
 
-        `least_blocks` are those without which the next step has to do with less.
+        `least_blocks` are those without which the next step has to do with less; with 0 the wish
+        holds nobody up.
         """
         wish = self.pool.plan_growth(max(blocks, self._ahead_blocks))
+        if wish is None:
+            return
+        if least_blocks <= 0:
+            self._wish.make(self._of_devices(wish), dict.fromkeys(self.seats, 0))
+            return
         least = self.pool.plan_growth(min(blocks, least_blocks))
-        if wish is not None and least is not None:
+        if least is not None:
             self._wish.make(self._of_devices(wish), self._of_devices(least))
 
     def hurry(self) -> None:
@@ -199,6 +223,7 @@ class ElasticMemory(Generic[B]):
             self.settle()
             if self.changes.refused != before:
                 return Refusal("budget", sum(bytes_of_shape), 0, sample_is_stale=False)
+        self._wish.came(self._of_devices(growths))
         return None
 
     def _wish_for(self, growths: list[Growth], least: list[Growth]) -> None:
@@ -251,10 +276,16 @@ class ElasticMemory(Generic[B]):
         """
         return self._gone(self.giving.to_others())
 
-    def give_surplus(self) -> bool:
+    def give_surplus(self, needed: Callable[[], int] = lambda: 0) -> bool:
         """Give back what was free for some seconds, beyond what is grown ahead.
 
         For every step of an engine that is not idle: once a second it looks, else it compares.
+
+        Parameters
+        ----------
+        needed
+            Blocks that coming steps need free, and would have grown again; asked only where
+            something could go.
 
         Returns
         -------
@@ -264,6 +295,9 @@ class ElasticMemory(Generic[B]):
         unused = self._surplus.see(self.circulation.free.count, self._clock())
         # Less than the next growth ahead would bring back is not worth its way.
         spare = unused - self._ahead_blocks
+        if spare < self._ahead_blocks:
+            return False
+        spare = min(spare, self.circulation.free.count - needed())
         if spare < self._ahead_blocks or not self._gone(self.giving.surplus(spare)):
             return False
         self._surplus.forget()
@@ -277,6 +311,19 @@ class ElasticMemory(Generic[B]):
     def standing(self) -> Standing:
         """What the engine says of its blocks now."""
         return self.giving.standing()
+
+    # Refunds -----------------------------------------------------------------------------------
+
+    @property
+    def owes_refunds(self) -> bool:
+        """Whether refunds are due for which a ledger was too busy."""
+        return any(seat.ledger.owing for seat in self.seats.values())
+
+    def pay(self) -> None:
+        """Make them: an idle engine makes no other change, and others lack what it holds."""
+        for seat in self.seats.values():
+            if seat.ledger.owing:
+                seat.ledger.pay()
 
     # Outcomes ----------------------------------------------------------------------------------
 

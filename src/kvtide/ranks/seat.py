@@ -24,6 +24,7 @@ class Wish:
     def __init__(self, seats: Mapping[str, Seat]) -> None:
         self._seats = seats
         self._bytes: dict[str, int] = {}
+        self._least: dict[str, int] = {}
         # When the waiting ends, in monotonic time, for observers; 0: never.
         self.until_ns = 0
 
@@ -39,13 +40,30 @@ class Wish:
     ) -> None:
         """Wish for at least so much; every call wakes the holders who should give something.
 
-        Without the least of it nothing goes on; if it is not given, without all of it.
+        Without the least of it nothing goes on; if it is not given, without all of it. With 0 it
+        holds nobody up.
         """
         for uuid, seat in self._seats.items():
             wanted_bytes = max(bytes_of_device.get(uuid, 0), self._bytes.get(uuid, 0))
             self._bytes[uuid] = wanted_bytes
             least_bytes = min(wanted_bytes, (least_of_device or {}).get(uuid, wanted_bytes))
+            self._least[uuid] = least_bytes
             seat.instance.wish(wanted_bytes, least_bytes=least_bytes, until_ns=self.until_ns)
+
+    def came(self, bytes_of_device: Mapping[str, int]) -> None:
+        """So much of it has come: the rest is wished for, and keeps its place in the queue."""
+        if not self._bytes:
+            return
+        for uuid, seat in self._seats.items():
+            came_bytes = bytes_of_device.get(uuid, 0)
+            self._bytes[uuid] = max(0, self._bytes[uuid] - came_bytes)
+            least_bytes = max(0, self._least.get(uuid, 0) - came_bytes)
+            self._least[uuid] = min(least_bytes, self._bytes[uuid])
+            seat.instance.wish(
+                self._bytes[uuid], least_bytes=self._least[uuid], until_ns=self.until_ns
+            )
+        if not any(self._bytes.values()):
+            self._bytes.clear()
 
     def end(self) -> None:
         """It is no longer needed, or has come."""

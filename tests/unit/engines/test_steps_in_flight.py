@@ -209,3 +209,38 @@ def test_a_miss_preempts_no_more_than_natively(config: Any) -> None:
     assert len(elastic.steps) == len(native.steps)
     assert elastic.steps == native.steps
     assert elastic.answer_tokens == native.answer_tokens == [ANSWER_TOKENS] * REQUESTS
+
+
+def first_step_of_a_second(scheduler: Any) -> int:
+    """In which step a long prompt is admitted that comes while another request runs."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+
+    def request(name: str, tokens: int, answer: int) -> Request:
+        return Request(
+            request_id=name,
+            prompt_token_ids=[len(name)] * tokens,
+            sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=hasher,
+        )
+
+    scheduler.add_request(request("first", 40, 300))
+    in_flight: deque[Any] = deque()
+    for number in range(100):
+        if number == 20:
+            scheduler.add_request(request("second", 480, 5))
+        in_flight.append(scheduler.schedule())
+        if "second" in in_flight[-1].num_scheduled_tokens:
+            return number
+        if len(in_flight) == 2:
+            process(scheduler, in_flight.popleft())
+    pytest.fail("it was never admitted")
+
+
+def test_a_watermark_is_grown_for(config: Any) -> None:
+    """vLLM wants a share of what is usable left free; of what could be usable there is enough."""
+    config.scheduler_config.watermark = 0.2
+    native = first_step_of_a_second(scheduler_of(AsyncScheduler, config, ADDRESSED_BLOCKS))
+    with elastic_scheduler(config) as scheduler:
+        assert first_step_of_a_second(scheduler) == native

@@ -58,7 +58,7 @@ def tide_that_needs(near: int, far: int, *, free: int, cached: int = 0) -> Any:
     tide._overdue = SimpleNamespace(forget=lambda: None)
     tide._scheduler = SimpleNamespace(running=[object()], has_unfinished_requests=lambda: True)
     tide.watch = SimpleNamespace(search=lambda wishing: None)
-    tide._shortfall, tide._ahead_at, tide._far_at = 0, 0.0, 0.0
+    tide._shortfall, tide._ahead_at, tide._far_at, tide._watermark = 0, 0.0, 0.0, 0.0
     return tide
 
 

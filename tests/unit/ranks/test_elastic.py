@@ -6,6 +6,7 @@ import random
 import pytest
 
 from kvtide.errors import RankLostError
+from kvtide.ledger import layout
 from kvtide.units import MIB
 from paper_device import GRANULE
 from pool_invariants import granules_under
@@ -435,3 +436,98 @@ def test_a_wish_ahead_names_what_is_needed_and_what_would_be_grown_ahead(make_wo
     assert engine.memory.pool.usable_count == 20
     engine.memory.wish_ahead(3, 3)
     assert not engine.memory.wishing
+
+
+def old_sample(world, ledger):
+    """The budget's sample is of some time ago."""
+    words = ledger.file.words
+    words[layout.H_SAMPLED_NS] -= 2_000_000_000
+
+
+def test_growth_ahead_looks_for_new_memory_before_a_neighbour_is_asked(make_world):
+    """An outside process has let go of the device since the last look."""
+    world = make_world()
+    geometry = layers(64, GRANULE, 1)
+    ours, other = (world.engine([(0, geometry)], direct=True) for _ in range(2))
+    ledger, memory = world.ledgers["paper-0"], world.memories["paper-0"]
+    assert other.memory.grow_for(20, 20)
+    other.give(other.take(20), cache=True)
+    memory.foreign_bytes = memory.free_bytes
+    ours.ranks[0].account.sample()
+    memory.foreign_bytes = 0
+    old_sample(world, ledger)
+    assert ours.memory.grow(8)
+    assert ledger.demands(other.memory.seats["paper-0"].instance).idle_bytes == 0
+
+
+def test_growth_ahead_looks_in_another_process_too(make_world):
+    world = make_world()
+    engine = world.engine([(0, layers(64, GRANULE, 1))])
+    memory = world.memories["paper-0"]
+    memory.foreign_bytes = memory.free_bytes
+    engine.ranks[0].account.sample()
+    memory.foreign_bytes = 0
+    old_sample(world, world.ledgers["paper-0"])
+    assert not engine.memory.grow(8)
+    engine.step()
+    engine.quieten()
+    assert engine.memory.grow(8)
+
+
+def test_what_has_come_is_not_wished_for_any_more(make_world):
+    world = make_world()
+    geometry = layers(64, GRANULE, 1)
+    ours, other = (world.engine([(0, geometry)], direct=True) for _ in range(2))
+    instance = ours.memory.seats["paper-0"].instance
+    assert other.memory.grow_for(40, 40)
+    assert not ours.memory.grow_for(30, 30)
+    wished_bytes = instance.wish_bytes
+    ours.memory.hurry()
+    assert ours.memory.grow_for(10, 40)
+    came_bytes = ours.mapped_bytes()[0] - GRANULE
+    assert instance.wish_bytes == wished_bytes - came_bytes
+
+
+def test_a_wish_of_which_all_has_come_is_over(make_world):
+    world = make_world()
+    geometry = layers(64, GRANULE, 1)
+    ours, other = (world.engine([(0, geometry)], direct=True) for _ in range(2))
+    assert other.memory.grow_for(40, 40)
+    taken = other.take(40)
+    assert not ours.memory.grow_for(30, 30)
+    other.give(taken)
+    other.memory.trim()
+    ours.memory.hurry()
+    assert ours.memory.grow_for(30, 30)
+    assert not ours.memory.wishing
+    assert ours.memory.seats["paper-0"].instance.wish_bytes == 0
+
+
+def test_who_lacks_nothing_yet_holds_nobody_up(make_world, monkeypatch):
+    """However long it wishes for what coming steps would take."""
+    world = make_world()
+    geometry = layers(64, GRANULE, 1)
+    ours, other = (world.engine([(0, geometry)], direct=True) for _ in range(2))
+    assert ours.memory.grow_for(20, 20)
+    assert other.memory.grow_for(30, 30)
+    assert not ours.memory.grow(24)
+    ours.memory.wish_ahead(24, 0)
+    words = world.ledgers["paper-0"].file.words
+    at = layout.instance_at(ours.memory.seats["paper-0"].instance.slot)
+    words[at + layout.I_WISH_SINCE_NS] -= 5_000_000_000
+    assert other.memory.ranks.grant([GRANULE]) is None
+
+
+def test_who_waits_long_is_left_what_it_cannot_go_on_without(make_world):
+    world = make_world()
+    geometry = layers(64, GRANULE, 1)
+    ours, other = (world.engine([(0, geometry)], direct=True) for _ in range(2))
+    assert ours.memory.grow_for(20, 20)
+    assert other.memory.grow_for(30, 30)
+    ours.memory.wish_ahead(24, 8)
+    words = world.ledgers["paper-0"].file.words
+    at = layout.instance_at(ours.memory.seats["paper-0"].instance.slot)
+    words[at + layout.I_WISH_SINCE_NS] -= 5_000_000_000
+    room = world.ledgers["paper-0"].snapshot().free_bytes // GRANULE
+    assert other.memory.ranks.grant([(room - 8) * GRANULE]) is None
+    assert other.memory.ranks.grant([GRANULE]) is not None

@@ -59,6 +59,10 @@ class Tide:
         self._preemption = Preemption(scheduler, self.memory)
         self._overdue = Overdue(self.memory, Settings.from_environ().wait_deadline)
         self._shortfall = 0
+        # Whether a growth for what this step missed was refused.
+        self._refused = False
+        # Whether nothing more can be given back until there is work again.
+        self._lingered = False
         # Requests that the engine must end, by their id, and why.
         self.hopeless: dict[str, str] = {}
         self.asleep = False
@@ -92,7 +96,8 @@ class Tide:
             if missing > 0 and direct and time.monotonic() >= self._missed_at:
                 # One request asks, but the whole step is held up: all that it needs is wished for.
                 desired = max(missing, self._need.blocks() - free_count())
-                if not memory.grow_for(missing, desired):
+                self._refused = not memory.grow_for(missing, desired)
+                if self._refused:
                     self._missed_at = time.monotonic() + self._probe_seconds
                 missing = needed - free_count()
             # The last check of a step stands: an earlier miss was mended by preemption.
@@ -106,7 +111,8 @@ class Tide:
     def begin(self) -> None:
         """Before vLLM schedules: what has come, what others ask for, and growth ahead of need."""
         memory, called = self.memory, self.watch.called
-        self._shortfall = 0
+        self._shortfall, self._refused = 0, False
+        memory.pay()
         if memory.pending:
             memory.settle()
         if called:
@@ -116,9 +122,9 @@ class Tide:
             memory.hurry()
         idle = not self._scheduler.has_unfinished_requests()
         if memory.trim_soon or (called and idle):
-            memory.trim()
+            self._lingered = not memory.trim() and not memory.pending
         elif not idle:
-            memory.give_surplus()
+            memory.give_surplus(self._far_blocks)
         if self._pressed or self._owes():
             memory.show(State.RUNNING)
             self._give()
@@ -129,6 +135,22 @@ class Tide:
             self._grow_ahead()
         self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
 
+    def _far_blocks(self) -> int:
+        return self._need.ahead().far
+
+    def _ahead(self) -> tuple[int, int]:
+        """Blocks for the next step and for some, with what vLLM's watermark wants left free.
+
+        That is a share of all that is usable once it has come, and counts where another request is
+        admitted beside those that run.
+        """
+        near, far = self._need.ahead()
+        if self._watermark and self._scheduler.running and self._need.heads():
+            usable = self.memory.pool.usable_count + max(0, far - self._pool.free.count)
+            kept = int(self._watermark / (1 - self._watermark) * usable) + 1
+            near, far = near + kept, far + kept
+        return near, far
+
     def _grow_ahead(self) -> None:
         """Have what the coming steps need; where none is left, ask for it before it is missed.
 
@@ -137,7 +159,7 @@ class Tide:
         for its own alone where that comes at once: the rest comes while it computes.
         """
         memory, now = self.memory, time.monotonic()
-        near, far = self._need.ahead()
+        near, far = self._ahead()
         if far <= self._pool.free.count:
             self._wishes_ahead = False
             return
@@ -160,7 +182,7 @@ class Tide:
         missing = far - memory.free_count
         if missing > 0:
             self._wishes_ahead = True
-            memory.wish_ahead(missing, max(1, near - memory.free_count))
+            memory.wish_ahead(missing, max(0, near - memory.free_count))
 
     def _owes(self) -> bool:
         """Whether to look what others may have: what has come free since they called is theirs."""
@@ -174,7 +196,8 @@ class Tide:
         """Give what is idle, then what is demanded of running requests."""
         memory = self.memory
         self._pressed = memory.yield_to_others()
-        if self._preemption.serve():
+        # What a preemption frees has to go at once, or the same request has it again.
+        if not memory.changes.busy and self._preemption.serve():
             memory.publish()
             memory.yield_to_others()
             self._pressed = True
@@ -187,9 +210,11 @@ class Tide:
             self.hopeless |= self._overdue.find(self._need.heads())
             if time.monotonic() >= self._missed_at:
                 desired = max(self._shortfall, self._need.blocks() - memory.free_count)
-                if not memory.grow_for(self._shortfall, desired):
+                self._refused = not memory.grow_for(self._shortfall, desired)
+                if self._refused:
                     self._missed_at = time.monotonic() + self._probe_seconds
-                    self._regroup(output)
+            if self._refused:
+                self._regroup(output)
         else:
             if not self._wishes_ahead:
                 memory.end_wish()
@@ -201,7 +226,8 @@ class Tide:
             output.kvtide = message
         idle = not scheduler.has_unfinished_requests()
         self.asleep = (
-            memory.wishing
+            self._shortfall > 0
+            and memory.wishing
             and not memory.pending
             and not scheduler.running
             and output.total_num_scheduled_tokens == 0
@@ -212,9 +238,12 @@ class Tide:
             self._probe_seconds = min(2 * self._probe_seconds, _LONGEST_PROBE_SECONDS)
         elif idle:
             memory.show(State.SLEEPING)
-            if self._pool.free.count and not memory.pending:
+            if memory.owes_refunds:
+                self.watch.alarm(_OWING_SECONDS)
+            elif self._pool.free.count and not memory.pending and not self._lingered:
                 self.watch.alarm(_LINGER_SECONDS)
         else:
+            self._lingered = False
             memory.show(State.RUNNING)
 
     def _regroup(self, output: Any) -> None:
