@@ -153,13 +153,14 @@ class Changes(Generic[B]):
     def _end_growth(self, growing: _Growing, outcome: Outcome) -> None:
         growths = growing.growths
         of_shape = [growth.granules * self._granule for growth in growths]
+        # What failed may have left something behind, whether or not it is undone by others yet.
+        stuck_bytes = self._set_aside(outcome)
         if outcome.done and not growing.undoing:
             self.circulate(self._pool.confirm_growth(growths))
+            self._bar(outcome)
             self.made += 1
             self.journal.note(Kind.GROW, growing.cause, of_shape)
             return
-        # What failed may have left something behind, whether or not it is undone by others yet.
-        stuck_bytes = self._set_aside(outcome)
         mapped = {rank for rank, answer in outcome.answers.items() if answer.done}
         gone = self._asked(outcome) if growing.undoing else self._refusing(outcome)
         self._ranks.refund({m.rank: of_shape[m.shape] - stuck_bytes.get(m.rank, 0) for m in gone})
@@ -214,7 +215,9 @@ class Changes(Generic[B]):
     # What devices did not take back --------------------------------------------------------------
 
     def _set_aside(self, outcome: Outcome) -> dict[int, int]:
-        """What stays charged, by rank."""
+        """What stays charged of what the order was granted, by rank."""
+        for rank, answer in outcome.answers.items():
+            self.quarantined_bytes[rank] += answer.stuck_before_bytes
         stuck_bytes = {rank: a.stuck_bytes for rank, a in outcome.answers.items() if a.stuck_bytes}
         for rank, size_bytes in stuck_bytes.items():
             self.quarantined_bytes[rank] += size_bytes

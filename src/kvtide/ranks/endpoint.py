@@ -112,12 +112,15 @@ class Endpoint:
         self._named += self._back(blocks, "while the engine warms up")
 
     def forget_named(self) -> None:
-        """Give back what `back_named` mapped; no queued work may touch it any more."""
+        """Give back what `back_named` mapped; no queued work may touch it any more.
+
+        What the device does not take back stays charged.
+        """
         places, self._named = tuple(self._named), []
         if places:
-            self.memory.carry_out((Shrink(0, places),))
-            self.memory.settle()
-            self.memory.account.refund(sum(size for _, size in places))
+            gone = [*self.memory.carry_out((Shrink(0, places),)), *self.memory.settle()]
+            stuck_bytes = sum(answer.stuck_bytes for answer in gone)
+            self.memory.account.refund(sum(size for _, size in places) - stuck_bytes)
 
     def _back(self, blocks: Iterable[int], why: str) -> list[Place]:
         """Map the granules under blocks that are not mapped; what was mapped now."""

@@ -35,6 +35,8 @@ class RankMemory:
         self._tally: Tally | None = None
         self.arena = Arena(self._timed, arena_bytes, account)
         self._leaving: deque[tuple[Fence, Shrink]] = deque()
+        # Stuck by the rank's own changes, of which its scheduler does not know yet.
+        self._untold_bytes = 0
 
     def watch(self, tally: Tally) -> None:
         """Count into this tally from now on; it is closed with this."""
@@ -148,8 +150,13 @@ class RankMemory:
         stuck_bytes = self.arena.quarantined_bytes - stuck_before
         if stuck_bytes and self._tally is not None:
             self._tally.note(Kind.QUARANTINE, Cause.DEVICE, stuck_bytes)
-        blocked = self._blocked() if stuck_bytes else ()
-        return Answer(sequence, done, kept, stuck_bytes, blocked)
+        if sequence == 0:
+            # Ordered by the rank itself: the scheduler sees no answer to it.
+            self._untold_bytes += stuck_bytes
+            return Answer(0, done, kept, stuck_bytes)
+        before_bytes, self._untold_bytes = self._untold_bytes, 0
+        blocked = self._blocked() if stuck_bytes or before_bytes else ()
+        return Answer(sequence, done, kept, stuck_bytes, blocked, before_bytes)
 
     def _blocked(self) -> tuple[Place, ...]:
         base, end = self.arena.address, self.arena.address + self.arena.size_bytes

@@ -75,6 +75,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
         Bytes that the device did not take back while this was carried out. They stay charged.
     blocked
         All places of the arena where such memory is still mapped; nothing can be mapped there.
+    stuck_before_bytes
+        Of the rank's own changes before: what its device did not take back and no answer told of.
+        It stays charged, and is no part of what was granted for the order.
     """
 
     sequence: int
@@ -82,6 +85,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     kept: tuple[Bytes, ...] = ()
     stuck_bytes: Bytes = 0
     blocked: tuple[Place, ...] = ()
+    stuck_before_bytes: Bytes = 0
 
 
 class Answers(msgspec.Struct, frozen=True, array_like=True):
