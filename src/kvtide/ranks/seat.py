@@ -43,8 +43,20 @@ class Wish:
         Without the least of it nothing goes on; if it is not given, without all of it. With 0 it
         holds nobody up.
         """
+        largest = {
+            uuid: max(bytes_of_device.get(uuid, 0), self._bytes.get(uuid, 0))
+            for uuid in self._seats
+        }
+        self.renew(largest, least_of_device)
+
+    def renew(
+        self,
+        bytes_of_device: Mapping[str, int],
+        least_of_device: Mapping[str, int] | None = None,
+    ) -> None:
+        """Wish for just so much from now on, as `make` does otherwise."""
         for uuid, seat in self._seats.items():
-            wanted_bytes = max(bytes_of_device.get(uuid, 0), self._bytes.get(uuid, 0))
+            wanted_bytes = bytes_of_device.get(uuid, 0)
             self._bytes[uuid] = wanted_bytes
             least_bytes = min(wanted_bytes, (least_of_device or {}).get(uuid, wanted_bytes))
             self._least[uuid] = least_bytes

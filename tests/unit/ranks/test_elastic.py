@@ -7,6 +7,7 @@ import pytest
 
 from kvtide.errors import RankLostError
 from kvtide.ledger import layout
+from kvtide.ranks.seat import Wish
 from kvtide.units import MIB
 from paper_device import GRANULE
 from pool_invariants import granules_under
@@ -531,3 +532,15 @@ def test_who_waits_long_is_left_what_it_cannot_go_on_without(make_world):
     room = world.ledgers["paper-0"].snapshot().free_bytes // GRANULE
     assert other.memory.ranks.grant([(room - 8) * GRANULE]) is None
     assert other.memory.ranks.grant([GRANULE]) is not None
+
+
+def test_a_wish_that_is_renewed_is_as_large_as_what_is_lacking_now(make_world):
+    engine = make_world().engine([(0, layers(64, GRANULE, 1))])
+    (seat,) = engine.memory.seats.values()
+    wish = Wish(engine.memory.seats)
+    wish.make({"paper-0": 30 * GRANULE})
+    words, at = seat.ledger.file.words, layout.instance_at(seat.instance.slot)
+    since_ns = words[at + layout.I_WISH_SINCE_NS]
+    wish.renew({"paper-0": 20 * GRANULE})
+    assert seat.instance.wish_bytes == 20 * GRANULE
+    assert words[at + layout.I_WISH_SINCE_NS] == since_ns

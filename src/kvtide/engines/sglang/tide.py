@@ -26,6 +26,8 @@ __all__ = ["Tide"]
 _LINGER_SECONDS = 0.5
 # While memory is waited for: the first and the longest pause between two looks without a wake-up.
 _PROBE_SECONDS, _LONGEST_PROBE_SECONDS = 0.25, 4.0
+# While an idle engine owes refunds for which the ledger was too busy.
+_OWING_SECONDS = 0.05
 
 
 class Tide:
@@ -84,6 +86,7 @@ class Tide:
         """Before SGLang chooses a batch: what others ask for, and growth for what is needed."""
         memories, agree = self.memories, self._agreement
         for memory in memories.values():
+            memory.pay()
             if memory.pending:
                 memory.settle()
                 memory.count_hidden()
@@ -234,7 +237,7 @@ class Tide:
         if size_bytes:
             if not self._wish.made or time.monotonic() >= self._wished_at + _PROBE_SECONDS:
                 self._wished_at = time.monotonic()
-                self._wish.make({self._uuid: size_bytes})
+                self._wish.renew({self._uuid: size_bytes})
         else:
             self._wish.end()
             self._probe_seconds = _PROBE_SECONDS
@@ -259,6 +262,9 @@ class Tide:
         if self._scheduler.is_fully_idle():
             self._stuck = 0
             self._show(State.SLEEPING)
+            owes = any(memory.owes_refunds for memory in self.memories.values())
+            if owes and self._sleeper is not None:
+                self._sleeper.watch.alarm(_OWING_SECONDS)
             return
         self._stuck += 1
         # SGLang's mark stays where nothing runs: what waits is looked at whenever it is woken.
