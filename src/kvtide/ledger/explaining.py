@@ -77,7 +77,48 @@ def _advice(snapshot: Snapshot, name: str, asked_bytes: int) -> str:
             f"end what holds {format_size(missing_bytes)} outside of kvtide (kvtide doctor names "
             "processes), or ask for less"
         )
-    return f"This would free it: {'; '.join(commands)}" if commands else "It is free now"
+    waits = _who_waits(others, me, asked_bytes)
+    if commands:
+        return "; ".join([f"This would free it: {'; '.join(commands)}", *waits])
+    return f"It is free, and {'; '.join(waits)}" if waits else "It is free now"
+
+
+def _who_waits(others: list[InstanceView], me: InstanceView | None, asked_bytes: int) -> list[str]:
+    """Who a grant has to leave memory to, and how much of it, as `policy.set_aside` has it.
+
+    Since when they wait is not in a snapshot: equals may come before or after.
+    """
+    priority = 0 if me is None else me.terms.priority
+    within_min = me is not None and asked_bytes <= me.terms.min_bytes - me.charged_bytes
+    before: list[str] = []
+    equal: list[str] = []
+    for i in sorted(others, key=lambda i: -i.terms.priority):
+        wanted_bytes = i.wish_bytes
+        if i.terms.limit_bytes is not None:
+            wanted_bytes = min(wanted_bytes, max(0, i.terms.limit_bytes - i.charged_bytes))
+        entitled_bytes = min(wanted_bytes, max(0, i.terms.min_bytes - i.charged_bytes))
+        higher, lower = i.terms.priority > priority, i.terms.priority < priority
+        if within_min or lower:
+            wanted_bytes = entitled_bytes
+        if i.state is State.DEAD or not wanted_bytes or (within_min and lower):
+            continue
+        notes = []
+        if higher:
+            notes.append(f"priority {i.terms.priority}")
+        if wanted_bytes == entitled_bytes:
+            notes.append(f"within its min of {format_size(i.terms.min_bytes)}")
+        text = f"{i.name} for {format_size(wanted_bytes)}" + f" ({', '.join(notes)})" * bool(notes)
+        certain = higher or (not within_min and wanted_bytes == entitled_bytes)
+        (before if certain else equal).append(text)
+    found = []
+    if before:
+        found.append(f"others wait before it: {', '.join(before)}")
+    if equal:
+        found.append(
+            "others wait too, of whom the one that has waited longest comes first: "
+            f"{', '.join(equal)}"
+        )
+    return found
 
 
 def _pids(i: InstanceView) -> str:
