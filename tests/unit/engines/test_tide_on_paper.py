@@ -220,6 +220,31 @@ def test_an_idle_engine_lets_go_once_more_after_it_has_worked(
         assert engine.mapped_bytes()[0] == GRANULE
 
 
+def test_an_engine_that_waited_in_vain_lets_go_when_it_idles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has is too little for a request that is then given up."""
+    world, engine = engine_of(tmp_path, WIDE)
+    driver = Driver(engine, monkeypatch, 20, 20)
+    driver.requests = False
+    driver.step(asks=False)
+    driver.tide.watch.called = True
+    driver.step(asks=False)
+    other = world.engine([(0, WIDE)], direct=True)
+    assert other.memory.grow_for(50, 50)
+    driver.requests = True
+    driver.step()
+    assert driver.tide.asleep
+    assert engine.memory.grow(5)
+    driver.requests = False
+    driver.tide.watch.called = False
+    driver.tide.watch.alarms.clear()
+    driver.step(asks=False)
+    driver.sleep()
+    driver.step(asks=False)
+    assert engine.mapped_bytes()[0] == GRANULE
+
+
 def test_who_missed_nothing_does_not_sleep_for_a_wish_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

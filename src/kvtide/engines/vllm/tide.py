@@ -121,6 +121,7 @@ class Tide:
             self._pressed = True
             memory.hurry()
         idle = not self._scheduler.has_unfinished_requests()
+        self._lingered = self._lingered and idle
         if memory.trim_soon or (called and idle):
             self._lingered = not memory.trim() and not memory.pending
         elif not idle:
@@ -136,7 +137,7 @@ class Tide:
         self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
 
     def _far_blocks(self) -> int:
-        return self._need.ahead().far
+        return self._ahead()[1]
 
     def _ahead(self) -> tuple[int, int]:
         """Blocks for the next step and for some, with what vLLM's watermark wants left free.
@@ -243,7 +244,6 @@ class Tide:
             elif self._pool.free.count and not memory.pending and not self._lingered:
                 self.watch.alarm(_LINGER_SECONDS)
         else:
-            self._lingered = False
             memory.show(State.RUNNING)
 
     def _regroup(self, output: Any) -> None:
