@@ -67,19 +67,48 @@ def check_longest(config: Any, kv_cache_config: Any, geometry: Geometry, seat: S
     needed_bytes, allowed_bytes = least_bytes(geometry, blocks), most_bytes(seat)
     if needed_bytes <= allowed_bytes:
         return
-    spec, limit_bytes = seat.ledger.spec, seat.instance.limit_bytes
-    if limit_bytes is not None and limit_bytes <= allowed_bytes:
-        what = f"the limit of {seat.instance.name} (KVTIDE_LIMIT) is"
-    elif spec.budget_cap_bytes == allowed_bytes:
-        what = "the budget of the device (KVTIDE_BUDGET) is"
-    else:
-        what = f"the device {spec.uuid} less its margin (KVTIDE_MARGIN) is"
+    in_the_way, remedy = _obstacle(seat, needed_bytes)
     raise NeverFitsError(
         f"one request of {config.model_config.max_model_len} tokens (--max-model-len) takes "
         f"{blocks} blocks, which with the null block are {format_size(needed_bytes)} in extents "
-        f"of {format_size(geometry.granularity_bytes)}, and {what} {format_size(allowed_bytes)}: "
-        f"make it at least {format_size(needed_bytes)}, or --max-model-len smaller"
+        f"of {format_size(geometry.granularity_bytes)}, and {in_the_way}: {remedy}, or "
+        "--max-model-len smaller"
     )
+
+
+def _obstacle(seat: Seat, needed_bytes: int) -> tuple[str, str]:
+    """What stands against an instance's having so much of a device, and what can be done."""
+    spec, limit_bytes = seat.ledger.spec, seat.instance.limit_bytes
+    if limit_bytes is not None and needed_bytes <= spec.ceiling_bytes:
+        name = seat.instance.name
+        return (
+            f"the limit of {name} (KVTIDE_LIMIT, kvtide limit) is {format_size(limit_bytes)}",
+            f"make it at least {_at_least(needed_bytes)}",
+        )
+    same = "the same for all engines of the device"
+    lendable_bytes = spec.total_bytes - spec.margin_bytes
+    if spec.budget_cap_bytes is not None and needed_bytes <= lendable_bytes:
+        return (
+            f"the budget of the device (KVTIDE_BUDGET) is {format_size(spec.budget_cap_bytes)}",
+            f"make it at least {_at_least(needed_bytes)}, {same}",
+        )
+    if spec.backend == "host":
+        total_bytes = needed_bytes + spec.margin_bytes
+        remedy = f"make KVTIDE_HOST_MEMORY at least {_at_least(total_bytes)}, {same}"
+    elif needed_bytes <= spec.total_bytes:
+        most_mib = (spec.total_bytes - needed_bytes) // MIB
+        remedy = f"make the margin at most {most_mib}MiB, {same}"
+    else:
+        remedy = "use a larger device, or more devices"
+    return (
+        f"the device {spec.uuid} less its margin (KVTIDE_MARGIN) is {format_size(lendable_bytes)}",
+        remedy,
+    )
+
+
+def _at_least(size_bytes: int) -> str:
+    """A size to be written into a setting: never rounded down."""
+    return f"{-(-size_bytes // MIB)}MiB"
 
 
 def fits_regrouped(memory: ElasticMemory[Any], blocks: int) -> bool:
@@ -107,17 +136,15 @@ def why_never(memory: ElasticMemory[Any], blocks: int) -> str | None:
             for m in memory.ranks.members
             if m.device_uuid == uuid
         )
-        allowed_bytes = most_bytes(seat)
-        if needed_bytes > allowed_bytes:
-            name, limit_bytes = seat.instance.name, seat.instance.limit_bytes
-            what = "the device has" if limit_bytes is None else f"the limit of {name} is"
+        if needed_bytes > most_bytes(seat):
+            in_the_way, remedy = _obstacle(seat, needed_bytes)
             holders = ", ".join(
                 f"{i.name} {format_size(i.charged_bytes)}" for i in seat.ledger.snapshot().instances
             )
             return (
-                f"{format_size(needed_bytes)} of {uuid}, which can never be had: {what} "
-                f"{format_size(allowed_bytes)} (held are {holders}); raise it to "
-                f"{format_size(needed_bytes)} or send shorter requests"
+                f"{format_size(needed_bytes)} of {uuid}, which can never be had: {in_the_way} "
+                f"(held are {holders}): {remedy}, or send shorter requests (--max-model-len bounds "
+                "them)"
             )
     return None
 
