@@ -38,13 +38,26 @@ class Changed(NamedTuple):
 
 
 class Trimmed(NamedTuple):
-    """What an instance was charged with on one device before and after, and what was asked."""
+    """What an instance was charged with on one device before and after, and what was asked.
+
+    Attributes
+    ----------
+    done
+        It has given what it can.
+    answered
+        It has begun to, or has given something.
+    pids
+        Of its processes.
+    """
 
     device: str
     name: str
     before_bytes: int
     after_bytes: int
     to_bytes: int
+    done: bool
+    answered: bool
+    pids: tuple[int, ...]
 
 
 class Evicted(NamedTuple):
@@ -166,20 +179,11 @@ def trim(
         before = [_find(ledger.snapshot(), name) for ledger in ledgers]
         asked = [ledger.ask_to_trim(name, to, running=now) for ledger in ledgers]
         deadline = time.monotonic() + wait_seconds
-        while time.monotonic() < deadline and any(
-            ledger.is_trimming(view.key) for ledger, view in zip(ledgers, before, strict=True)
-        ):
+        while True:
+            found = [_trimmed(*one) for one in zip(ledgers, before, asked, strict=True)]
+            if all(one.done for one in found) or time.monotonic() >= deadline:
+                return found
             time.sleep(_LOOK_S)
-        return [
-            Trimmed(
-                ledger.spec.uuid,
-                name,
-                view.charged_bytes,
-                _charge(ledger.snapshot(), name),
-                to_bytes,
-            )
-            for ledger, view, to_bytes in zip(ledgers, before, asked, strict=True)
-        ]
 
 
 def evict(name: str, *, device: str | None = None, directory: Path | None = None) -> list[Evicted]:
@@ -272,9 +276,24 @@ def _find(found: Snapshot, name: str) -> InstanceView:
     return view
 
 
-def _charge(found: Snapshot, name: str) -> int:
-    view = _first(found, lambda i: i.name == name)
-    return 0 if view is None else view.charged_bytes
+def _trimmed(ledger: Ledger, before: InstanceView, to_bytes: int) -> Trimmed:
+    """How far a trim has come."""
+    # First: where it is over, the figures tell of all that it made go.
+    trims = ledger.is_trimming(before.key)
+    view = _with_key(ledger.snapshot(), before.key)
+    pools = () if view is None else view.pools
+    after_bytes = sum(pool.charge_bytes for pool in pools)
+    releases = any(pool.figures.releasing_bytes for pool in pools)
+    return Trimmed(
+        ledger.spec.uuid,
+        before.name,
+        before.charged_bytes,
+        after_bytes,
+        to_bytes,
+        done=not trims and not releases,
+        answered=not trims or releases or after_bytes < before.charged_bytes,
+        pids=_all_pids(before),
+    )
 
 
 def _all_pids(view: InstanceView) -> tuple[int, ...]:

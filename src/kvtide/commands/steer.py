@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvtide.errors import UsageError
 from kvtide.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from kvtide.control import Trimmed
 
 __all__ = ["register"]
 
@@ -93,8 +96,21 @@ def trim(
     for one in control.trim(name, to=parse_size(to), now=now, device=device):
         typer.echo(
             f"{one.name} on {one.device}: {format_size(one.before_bytes)} before, "
-            f"{format_size(one.after_bytes)} now"
+            f"{format_size(one.after_bytes)} now{_why_left(one, now=now)}"
         )
+
+
+def _why_left(one: Trimmed, *, now: bool) -> str:
+    """Why an instance holds more than it was asked to trim to; empty if it does not."""
+    if one.after_bytes <= one.to_bytes:
+        return ""
+    if one.done:
+        instead = "" if now else ": --now preempts requests as well"
+        return f"; what it holds above {format_size(one.to_bytes)} is in use{instead}"
+    if one.answered:
+        return "; more is to come"
+    pids = " ".join(map(str, one.pids))
+    return f"; it has not answered yet, and gives back what it can when it does (process {pids})"
 
 
 def evict(name: _Name, device: _Device = None) -> None:

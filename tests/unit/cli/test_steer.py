@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -100,7 +102,8 @@ def test_a_trim_asks_once_for_what_is_idle_and_now_for_the_rest_too(ledger):
     account.grant(64 * MIB)
     account.publish(PoolFigures(1, 1, 1, 1, 40 * MIB, pinned_bytes=4 * MIB))
     (trimmed,) = control.trim("chat", to=32 * MIB, wait_seconds=0)
-    assert trimmed[2:] == (64 * MIB, 64 * MIB, 32 * MIB)
+    assert trimmed[2:5] == (64 * MIB, 64 * MIB, 32 * MIB)
+    assert not trimmed.answered
     assert ledger.demands(instance) == (32 * MIB, 0)
     account.publish(PoolFigures(1, 1, 1, 1, 8 * MIB, pinned_bytes=4 * MIB))
     account.refund(32 * MIB)
@@ -110,6 +113,91 @@ def test_a_trim_asks_once_for_what_is_idle_and_now_for_the_rest_too(ledger):
     (trimmed,) = control.trim("chat", now=True, wait_seconds=0)
     assert trimmed.to_bytes == 4 * MIB, "what is pinned is not asked for"
     assert ledger.demands(instance) == (8 * MIB, 52 * MIB)
+
+
+@contextmanager
+def answering(ledger, instance, give=lambda demand: None):
+    """An engine that asks what it owes, and gives it."""
+    ended = threading.Event()
+
+    def run():
+        while not ended.wait(0.01):
+            give(ledger.demands(instance))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_trim_that_nobody_has_answered_says_so(ledger, kvtide):
+    _, account = enroll(ledger, "chat")
+    account.grant(82 * MIB)
+    account.publish(PoolFigures(1, 1, 1, 1, 40 * MIB))
+    assert kvtide("trim", "chat") == (
+        0,
+        f"chat on host: 82MiB before, 82MiB now; it has not answered yet, and gives back what it "
+        f"can when it does (process {os.getpid()})\n",
+        "",
+    )
+
+
+def test_a_trim_of_what_is_in_use_says_so(ledger, kvtide):
+    instance, account = enroll(ledger, "chat")
+    account.grant(82 * MIB)
+    account.publish(PoolFigures(1, 1, 1, 1, 2 * MIB, pinned_bytes=2 * MIB))
+
+    def give(demand):
+        if demand.idle_bytes:
+            account.publish(PoolFigures(1, 1, 1, 1, 0, pinned_bytes=2 * MIB))
+            account.refund(demand.idle_bytes)
+
+    with answering(ledger, instance, give):
+        assert kvtide("trim", "chat")[1] == (
+            "chat on host: 82MiB before, 80MiB now; what it holds above 2MiB is in use: --now "
+            "preempts requests as well\n"
+        )
+        assert kvtide("trim", "chat", "--to", "80MiB")[1] == (
+            "chat on host: 80MiB before, 80MiB now\n"
+        )
+
+
+def test_a_trim_whose_memory_is_on_its_way_is_not_called_done(ledger):
+    instance, account = enroll(ledger, "chat")
+    account.grant(82 * MIB)
+    account.publish(PoolFigures(1, 1, 1, 1, 80 * MIB))
+
+    def give(demand):
+        if demand.idle_bytes:
+            account.publish(PoolFigures(1, 1, 1, 1, 0, releasing_bytes=82 * MIB))
+
+    with answering(ledger, instance, give):
+        (trimmed,) = control.trim("chat", to=2 * MIB, wait_seconds=0.3)
+        assert not ledger.is_trimming(instance.key)
+        assert (trimmed.after_bytes, trimmed.done, trimmed.answered) == (82 * MIB, False, True)
+        account.refund(80 * MIB)
+        account.publish(PoolFigures(1, 1, 1, 1, 0))
+        (trimmed,) = control.trim("chat", to=2 * MIB)
+        assert (trimmed.after_bytes, trimmed.done) == (2 * MIB, True)
+
+
+def test_a_trim_that_is_not_done_yet_says_so(ledger, kvtide):
+    instance, account = enroll(ledger, "chat")
+    account.grant(82 * MIB)
+    account.publish(PoolFigures(1, 1, 1, 1, 80 * MIB))
+    given = []
+
+    def give(demand):
+        if demand.idle_bytes and not given:
+            given.append(2 * MIB)
+            account.refund(2 * MIB)
+
+    with answering(ledger, instance, give):
+        out = kvtide("trim", "chat", "--now")[1]
+    assert out == "chat on host: 82MiB before, 80MiB now; more is to come\n"
 
 
 def test_a_lower_limit_now_preempts(ledger):
