@@ -18,6 +18,7 @@ from typing import Final
 
 from kvtide.errors import NeverFitsError
 from kvtide.ledger import State
+from kvtide.ledger.directory import file_mode
 from kvtide.ledger.explaining import explain
 from kvtide.ranks.seat import Seat
 from kvtide.units import format_size, parse_size
@@ -166,25 +167,54 @@ def _file(directory: Path, key: str) -> Path:
 
 
 def recalled(directory: Path, key: str) -> int | None:
-    """What the last start under this key measured, in bytes; None if there was none.
+    """What the last start under this key measured, in bytes; None if there was none to be read.
 
     The key names everything that the size depends on: model, revision, data types, parallel sizes,
     the engine and its version, and the flags of its graphs.
     """
+    path = _file(directory, key)
     try:
-        kept = json.loads(_file(directory, key).read_text())
+        kept = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
+        return None
+    except OSError as error:
+        _log.warning(
+            "kvtide: what the last such start measured is not known, and this one reserves its "
+            "weights alone: %s cannot be read (%s); remove it, and it is made anew (KVTIDE_DIR)",
+            path,
+            error.strerror,
+        )
         return None
     good = isinstance(kept, dict) and kept.get("key") == key and isinstance(kept.get("bytes"), int)
     return int(kept["bytes"]) if good else None
 
 
 def remember(directory: Path, key: str, size_bytes: int) -> None:
-    """Keep what a start measured, for the next one under the same key."""
+    """Keep what a start measured, for the next one under the same key; a hint, so it may fail."""
     path = _file(directory, key)
     fresh = path.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps({"key": key, "bytes": size_bytes}))
-    fresh.replace(path)
+    try:
+        fresh.unlink(missing_ok=True)
+        try:
+            _write(fresh, json.dumps({"key": key, "bytes": size_bytes}).encode())
+            fresh.replace(path)
+        finally:
+            fresh.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning(
+            "kvtide: what this start measured is not kept, and the next one reserves what is known "
+            "without it: %s cannot be written (%s); make room in KVTIDE_DIR, or let it be written",
+            path,
+            error.strerror,
+        )
+
+
+def _write(path: Path, text: bytes) -> None:
+    """Make a file for whom the ledgers of its directory are for, whatever the umask."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:  # noqa: PTH123
+        os.fchmod(fd, file_mode(path.parent.stat()))
+        file.write(text)
 
 
 def reserve_for_tests(seat: Seat, sampler: Callable[[], int], wait_seconds: float | None) -> None:

@@ -1,5 +1,8 @@
 """Memory about to be loaded: kept from others, made room for, counted once, gone with its owner."""
 
+import errno
+import os
+import stat
 import threading
 from pathlib import Path
 
@@ -188,6 +191,46 @@ def test_what_a_start_measured_is_kept_for_the_same_key(tmp_path: Path):
     for path in tmp_path.iterdir():
         path.write_text("nonsense")
     assert recalled(tmp_path, "llama tp=1") is None
+
+
+def test_a_group_reads_what_its_members_measured_whatever_their_umask(tmp_path: Path):
+    directory = tmp_path / "kv"
+    directory.mkdir()
+    for mode, expected in ((0o2770, 0o660), (0o700, 0o600)):
+        directory.chmod(mode)
+        before = os.umask(0o077 if mode == 0o2770 else 0o022)
+        try:
+            remember(directory, "llama tp=1", 5 * MIB)
+        finally:
+            os.umask(before)
+        (path,) = directory.iterdir()
+        assert stat.S_IMODE(path.stat().st_mode) == expected
+
+
+@pytest.mark.parametrize("reason", [errno.EACCES, errno.ENOSPC])
+def test_a_hint_that_cannot_be_kept_or_read_stops_nothing(tmp_path, monkeypatch, caplog, reason):
+    def fail(*_, **__):
+        raise OSError(reason, os.strerror(reason))
+
+    remember(tmp_path, "llama tp=1", 5 * MIB)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fchmod", fail)
+        remember(tmp_path, "llama tp=1", 6 * MIB)
+    assert recalled(tmp_path, "llama tp=1") == 5 * MIB, "and what was kept is left"
+    assert len(list(tmp_path.iterdir())) == 1, "nothing half written is left behind"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", fail)
+        assert recalled(tmp_path, "llama tp=1") is None
+    assert [os.strerror(reason) in r.getMessage() for r in caplog.records] == [True, True]
+    assert all("KVTIDE_DIR" in r.getMessage() for r in caplog.records)
+
+
+def test_a_start_beside_a_directory_that_is_gone_goes_on(ledger, tmp_path, caplog):
+    start = Start(ledger, tmp_path / "gone")
+    start.costs.reserve(40 * MIB, 0)
+    start.costs.finish(start.held, "driver")
+    assert ledger.snapshot().instances[0].non_kv_bytes == start.held
+    assert len(caplog.records) == 1
 
 
 class Start:
