@@ -108,9 +108,9 @@ class Bell:
     """Wakes the instances of one ledger. Never waits: a full socket has wake-ups enough."""
 
     def __init__(self, directory_fd: int, stem: str) -> None:
+        """Raises `LedgerError` where no socket can be had."""
         self._directory_fd = directory_fd
         self._stem = stem
-        """Raises `LedgerError` where no socket can be had."""
         try:
             self._socket = _datagrams(socket.SOCK_NONBLOCK)
         except OSError as error:
