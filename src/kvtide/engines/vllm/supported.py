@@ -34,6 +34,13 @@ def check(config: Any, workers: Container[str]) -> None:
             f"the scheduler class {scheduler!r} is not supported: kvtide brings its own; start "
             "without --scheduler-cls, or with KVTIDE=0"
         )
+    replicas = config.parallel_config.data_parallel_size
+    if replicas > 1:
+        raise UnsupportedError(
+            f"data parallelism (--data-parallel-size {replicas}) is not supported: each replica "
+            "has a scheduler, and a server has one place on a device for one; start one server for "
+            "each replica, or with KVTIDE=0"
+        )
     if config.kv_transfer_config is not None:
         raise UnsupportedError(
             f"the KV connector {config.kv_transfer_config.kv_connector!r} assumes a KV cache that "
