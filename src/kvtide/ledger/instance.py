@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtide.errors import LedgerError
 from kvtide.ledger import layout as w
-from kvtide.ledger.holdings import demands_now, waiting
+from kvtide.ledger.holdings import demands_now, headroom_now, set_aside_now, waiting
 from kvtide.ledger.reading import STATES
 from kvtide.ledger.records import NON_KV_SOURCES, State
 from kvtide.ledger.retirement import live_pools
@@ -105,7 +105,8 @@ class Instance:
                 self._ledger.bell.ring(waiting(words, self.slot))
             return
         now_ns = time.monotonic_ns()
-        if words[at + w.I_WISH] == 0:
+        # Who could go on so far has not waited yet.
+        if words[at + w.I_WISH] == 0 or (least_bytes and not words[at + w.I_WISH_LEAST]):
             words[at + w.I_WISH_SINCE_NS] = now_ns
         words[at + w.I_WISH_SEEN_NS] = now_ns
         words[at + w.I_WISH_LEAST] = least_bytes
@@ -197,6 +198,16 @@ class Instance:
         charged_bytes = sum(words[w.pool_at(s) + w.P_CHARGE] for s in live_pools(words))
         room_bytes: int = words[w.H_BUDGET] - charged_bytes
         return room_bytes
+
+    def obtainable_bytes(self, asked_bytes: int) -> int:
+        """What a grant of so much would find: the room less headroom, and less what is left to who
+        comes first. Without the lock: a grant may still be judged otherwise.
+        """
+        words = self._own_words()
+        headroom_bytes = headroom_now(words)
+        lendable_bytes: int = words[w.H_BUDGET] - headroom_bytes
+        aside_bytes = set_aside_now(words, self.slot, asked_bytes, lendable_bytes)
+        return max(0, self.room_bytes - headroom_bytes - aside_bytes)
 
     # ---- being woken, and the end ----
 

@@ -114,7 +114,8 @@ def set_aside(
     within_bytes = min(asked_bytes, asker.below_min_bytes)
     beyond = asked_bytes > within_bytes
     now_or_never = 1 << 63
-    since_ns = asker.wish_since_ns if asker.wish_bytes else now_or_never
+    # Who can go on without what it wishes for has no place among those who cannot.
+    since_ns = asker.wish_since_ns if asker.least_bytes else now_or_never
     aside_bytes = 0
     for w in wishers:
         if w.slot == asker.slot or w.wish_is_stale:

@@ -6,7 +6,7 @@ not take back stays charged; where it is still mapped nothing is mapped again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -86,6 +86,8 @@ class Changes(Generic[B]):
         # Of each shape, where memory is stuck. Most often empty.
         self._blocked: list[set[Run]] = [set() for _ in pool.shapes]
         self.made = self.refused = self.unsplit = 0
+        # Told of what every rank has mapped.
+        self.came: Callable[[Sequence[Growth]], None] = lambda growths: None
         self.quarantined_bytes = {member.rank: 0 for member in ranks.members}
 
     @property
@@ -159,6 +161,7 @@ class Changes(Generic[B]):
             self.circulate(self._pool.confirm_growth(growths))
             self._bar(outcome)
             self.made += 1
+            self.came(growths)
             self.journal.note(Kind.GROW, growing.cause, of_shape)
             return
         mapped = {rank for rank, answer in outcome.answers.items() if answer.done}

@@ -74,6 +74,7 @@ class ElasticMemory(Generic[B]):
         self.changes = Changes(ranks, pool, circulation, self.journal)
         self.giving = Giving(seats, ranks, pool, circulation, self.changes, clock)
         self._wish = Wish(seats)
+        self.changes.came = self._came
         self._clock = clock
         self._granule = pool.shapes[0].granularity_bytes
         self._cap_bytes = extent_cap_bytes
@@ -200,6 +201,11 @@ class ElasticMemory(Generic[B]):
         if least is not None:
             self._wish.make(self._of_devices(wish), self._of_devices(least))
 
+    def bytes_to_grow(self, blocks: int) -> dict[str, int]:
+        """What so many more blocks would take of each device; nothing where no more can come."""
+        growths = self.pool.plan_growth(blocks)
+        return {} if growths is None else self._of_devices(growths)
+
     def hurry(self) -> None:
         """Something was freed: a device that had no memory for a grant may have it now."""
         self._backoff.hurry()
@@ -223,15 +229,17 @@ class ElasticMemory(Generic[B]):
             self.settle()
             if self.changes.refused != before:
                 return Refusal("budget", sum(bytes_of_shape), 0, sample_is_stale=False)
-        self._wish.came(self._of_devices(growths))
         return None
+
+    def _came(self, growths: Sequence[Growth]) -> None:
+        self._wish.came(self._of_devices(growths))
 
     def _wish_for(self, growths: list[Growth], least: list[Growth]) -> None:
         of_device = self._of_devices(growths)
         self._wish.make(of_device, self._of_devices(least))
         self.journal.waits(of_device)
 
-    def _of_devices(self, growths: list[Growth]) -> dict[str, int]:
+    def _of_devices(self, growths: Sequence[Growth]) -> dict[str, int]:
         of_device = dict.fromkeys(self.seats, 0)
         for m in self.ranks.members:
             of_device[m.device_uuid] += growths[m.shape].granules * self._granule

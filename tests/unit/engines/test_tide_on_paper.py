@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvtide.ledger import layout
 from kvtide.pool import Geometry
 from kvtide.units import MIB
 from ranks_world import GRANULE, Engine, World, layers
@@ -121,11 +122,8 @@ def take(engine: Engine, blocks: int) -> Sequence[int]:
     return taken
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["in this process", "in another one"])
-def test_an_engine_whose_blocks_lie_apart_has_them_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
-) -> None:
-    """What it may hold would do for its request, but each granule backs a part of a block only."""
+def engine_whose_blocks_lie_apart(tmp_path: Path, *, direct: bool) -> tuple[World, Engine, int]:
+    """And a number of blocks for which what it may hold would do, if they lay together."""
     world, engine = engine_of(tmp_path, ASKEW, direct=direct)
     ledger = world.ledgers["paper-0"]
     taken = take(engine, 30)
@@ -139,7 +137,15 @@ def test_an_engine_whose_blocks_lie_apart_has_them_anew(
     engine.squeeze()
     engine.memory.end_wish()
     assert engine.memory.free_count == 7
-    needed = 9
+    return world, engine, 9
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["in this process", "in another one"])
+def test_an_engine_whose_blocks_lie_apart_has_them_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """Each granule backs a part of a block only."""
+    _, engine, needed = engine_whose_blocks_lie_apart(tmp_path, direct=direct)
     driver = Driver(engine, monkeypatch, needed, needed)
     for _ in range(40):
         if driver.step():
@@ -317,3 +323,96 @@ def test_nobody_is_preempted_for_what_could_not_go_before_it_ran_again(
         driver.step(asks=False, scheduled=1)
     assert busy, "nobody is ever preempted"
     assert not any(busy)
+
+
+def test_a_prefix_cache_is_kept_where_nothing_lies_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing is set aside for one who has waited longer."""
+    world, engine = engine_of(tmp_path, WIDE)
+    engine.give(take(engine, 20), cache=True)
+    other = world.engine([(0, WIDE)], direct=True)
+    seat, waits = (e.memory.seats["paper-0"].instance for e in (engine, other))
+    waits.wish(seat.room_bytes)
+    words, at = world.ledgers["paper-0"].file.words, layout.instance_at(waits.slot)
+    words[at + layout.I_WISH_SINCE_NS] -= 5_000_000_000
+    driver = Driver(engine, monkeypatch, 30, 30)
+    for _ in range(3):
+        assert not driver.step()
+        assert driver.tide.asleep
+        driver.sleep()
+    assert len(engine.blocks.cached) == 20
+
+
+def test_a_prefix_cache_is_kept_where_the_ledger_was_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, engine = engine_of(tmp_path, WIDE)
+    engine.give(take(engine, 20), cache=True)
+    driver = Driver(engine, monkeypatch, 30, 30)
+    lock = os.open(world.ledgers["paper-0"].path, os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert not driver.step()
+    os.close(lock)
+    assert len(engine.blocks.cached) == 20
+    driver.sleep()
+    assert driver.step()
+
+
+def test_who_regroups_does_not_sleep_before_it_has_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, engine, needed = engine_whose_blocks_lie_apart(tmp_path, direct=True)
+    driver = Driver(engine, monkeypatch, needed, needed)
+    assert not driver.step()
+    assert not driver.tide.asleep
+    assert driver.step()
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.6, 0.9])
+def test_a_watermark_takes_what_it_takes_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    _, engine = engine_of(tmp_path, layers(2048, GRANULE, 1), total=2100)
+    driver = Driver(engine, monkeypatch, 4, 8)
+    driver.tide._watermark = share
+    take(engine, 4)
+    driver.running.append(object())
+    for _ in range(100):
+        driver.step(asks=False, scheduled=1)
+    usable = engine.pool.usable_count
+    free = engine.blocks.free.count
+    assert free - 8 >= int(share * usable)
+    assert usable <= (4 + 8 + 1) / (1 - share) + 10, "what was grown ahead, and more"
+
+
+def test_a_last_change_that_is_confirmed_between_steps_has_a_step_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A growth for a request that was aborted: an idle engine would keep it for ever."""
+    _, engine = engine_of(tmp_path, WIDE, direct=False)
+    driver = Driver(engine, monkeypatch, 0, 0)
+    assert engine.memory.grow_for(20, 20)
+    driver.requests = False
+    driver.step(asks=False)
+    assert not driver.tide.watch.alarms
+    assert driver.tide.wants_step()
+    driver.step(asks=False)
+    driver.sleep()
+    for _ in range(3):
+        driver.step(asks=False)
+    assert engine.mapped_bytes()[0] == GRANULE
+
+
+def test_what_is_under_way_is_not_wished_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, engine = engine_of(tmp_path, WIDE, direct=False)
+    other = world.engine([(0, WIDE)], direct=True)
+    assert other.memory.grow_for(36, 36)
+    room = engine.memory.seats["paper-0"].instance.room_bytes // GRANULE
+    driver = Driver(engine, monkeypatch, room - 4, room + 2)
+    driver.step(asks=False)
+    wished = engine.memory.seats["paper-0"].instance.wish_bytes // GRANULE
+    ahead = engine.memory._ahead_blocks
+    assert 0 < wished <= max(6, ahead)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 
 import pytest
 
@@ -544,3 +545,49 @@ def test_a_wish_that_is_renewed_is_as_large_as_what_is_lacking_now(make_world):
     wish.renew({"paper-0": 20 * GRANULE})
     assert seat.instance.wish_bytes == 20 * GRANULE
     assert words[at + layout.I_WISH_SINCE_NS] == since_ns
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_growth_that_a_device_refuses_keeps_the_place_of_its_wish(make_world, direct):
+    world = make_world()
+    geometry = layers(64, GRANULE, 1)
+    ours, other = (
+        world.engine([(0, geometry)], direct=direct),
+        world.engine([(0, geometry)], direct=True),
+    )
+    assert other.memory.grow_for(50, 50)
+    taken = other.take(50)
+    assert not ours.memory.grow_for(30, 30)
+    instance = ours.memory.seats["paper-0"].instance
+    words, at = world.ledgers["paper-0"].file.words, layout.instance_at(instance.slot)
+    since_ns = words[at + layout.I_WISH_SINCE_NS]
+    other.give(taken)
+    other.memory.trim()
+    ours.ranks[0].faults.arm(lambda number, verb: verb == "create")
+    ours.memory.hurry()
+    ours.memory.grow_for(30, 30)
+    assert instance.wish_bytes
+    ours.step()
+    ours.quieten()
+    assert instance.wish_bytes
+    assert words[at + layout.I_WISH_SINCE_NS] == since_ns
+
+
+def test_who_can_go_on_has_no_place_before_those_who_cannot(make_world):
+    world = make_world()
+    geometry = layers(64, GRANULE, 1)
+    ours, other, third = (world.engine([(0, geometry)], direct=True) for _ in range(3))
+    for engine in (ours, third):
+        assert engine.memory.grow_for(25, 25)
+    ours.memory.wish_ahead(20, 0)
+    room = world.ledgers["paper-0"].snapshot().free_bytes // GRANULE
+    assert not other.memory.grow_for(room + 8, room + 8)
+    words = world.ledgers["paper-0"].file.words
+    for engine, seconds in ((ours, 9), (other, 5)):
+        at = layout.instance_at(engine.memory.seats["paper-0"].instance.slot)
+        words[at + layout.I_WISH_SINCE_NS] -= seconds * 1_000_000_000
+    assert ours.memory.ranks.grant([GRANULE]) is not None
+    # And it has not waited yet once it cannot.
+    ours.memory.wish_ahead(20, 5)
+    at = layout.instance_at(ours.memory.seats["paper-0"].instance.slot)
+    assert time.monotonic_ns() - words[at + layout.I_WISH_SINCE_NS] < 5_000_000_000

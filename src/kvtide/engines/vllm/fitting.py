@@ -111,17 +111,22 @@ def _at_least(size_bytes: int) -> str:
     return f"{-(-size_bytes // MIB)}MiB"
 
 
-def fits_regrouped(memory: ElasticMemory[Any], blocks: int) -> bool:
-    """Whether so many blocks would fit into what an engine holds and may have now, side by side."""
-    shapes = memory.pool.shapes
+def fits_regrouped(memory: ElasticMemory[Any], blocks: int, missing: int) -> bool:
+    """Whether so many blocks would fit into what an engine holds and may have now, side by side,
+    and the `missing` ones do not fit into what it may have beside those that it has."""
+    shapes, more = memory.pool.shapes, memory.bytes_to_grow(missing)
+    apart = False
     for uuid, seat in memory.seats.items():
         members = [m for m in memory.ranks.members if m.device_uuid == uuid]
         needed_bytes = sum(least_bytes(shapes[m.shape].geometry, blocks) for m in members)
         charged_bytes = sum(m.account.charge_bytes for m in members)
-        allowed_bytes = charged_bytes + max(0, seat.instance.room_bytes)
-        if needed_bytes > min(allowed_bytes, most_bytes(seat)):
+        asked_bytes = max(0, needed_bytes - charged_bytes)
+        room_bytes = seat.instance.obtainable_bytes(asked_bytes)
+        allowed_bytes = min(charged_bytes + room_bytes, most_bytes(seat))
+        if needed_bytes > allowed_bytes:
             return False
-    return True
+        apart |= more.get(uuid, 0) > allowed_bytes - charged_bytes
+    return apart
 
 
 def why_never(memory: ElasticMemory[Any], blocks: int) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -147,10 +148,14 @@ class Tide:
         """
         near, far = self._need.ahead()
         if self._watermark and self._scheduler.running and self._need.heads():
-            usable = self.memory.pool.usable_count + max(0, far - self._pool.free.count)
-            kept = int(self._watermark / (1 - self._watermark) * usable) + 1
-            near, far = near + kept, far + kept
+            near, far = self._above_watermark(near), self._above_watermark(far)
         return near, far
+
+    def _above_watermark(self, blocks: int) -> int:
+        """How many have to be free so that so many may be taken: what comes raises it as well."""
+        pool, free, share = self.memory.pool, self._pool.free.count, self._watermark
+        more = math.ceil((blocks - free + share * pool.usable_count) / (1 - share))
+        return max(blocks, free + min(more, pool.blocks_total - pool.usable_count))
 
     def _grow_ahead(self) -> None:
         """Have what the coming steps need; where none is left, ask for it before it is missed.
@@ -179,11 +184,11 @@ class Tide:
             return
         if lacking > 0 and (refused or not memory.grow(lacking)):
             self._ahead_at = now + _PROBE_SECONDS
-        # A cache of one's own goes before that of others.
-        missing = far - memory.free_count
-        if missing > 0:
+        # A cache of one's own goes before that of others, and what is under way does too.
+        there = memory.free_count + (max(0, lacking) if memory.growing else 0)
+        if far > there:
             self._wishes_ahead = True
-            memory.wish_ahead(missing, max(0, near - memory.free_count))
+            memory.wish_ahead(far - there, max(0, near - there))
 
     def _owes(self) -> bool:
         """Whether to look what others may have: what has come free since they called is theirs."""
@@ -206,6 +211,7 @@ class Tide:
     def end(self, output: Any) -> None:
         """After vLLM has scheduled: wish for what it missed, and send the step's orders with it."""
         memory, scheduler = self.memory, self._scheduler
+        regroups = False
         if self._shortfall:
             self._find_hopeless()
             self.hopeless |= self._overdue.find(self._need.heads())
@@ -214,8 +220,7 @@ class Tide:
                 self._refused = not memory.grow_for(self._shortfall, desired)
                 if self._refused:
                     self._missed_at = time.monotonic() + self._probe_seconds
-            if self._refused:
-                self._regroup(output)
+            regroups = self._refused and self._regroup(output)
         else:
             if not self._wishes_ahead:
                 memory.end_wish()
@@ -228,6 +233,7 @@ class Tide:
         idle = not scheduler.has_unfinished_requests()
         self.asleep = (
             self._shortfall > 0
+            and not regroups
             and memory.wishing
             and not memory.pending
             and not scheduler.running
@@ -246,13 +252,16 @@ class Tide:
         else:
             memory.show(State.RUNNING)
 
-    def _regroup(self, output: Any) -> None:
-        """Where nothing runs because what there is lies apart: give it back, and have it anew."""
+    def _regroup(self, output: Any) -> bool:
+        """Where nothing runs because what there is lies apart: give it back, to have it anew in the
+        next step; whether anything goes."""
         if self._scheduler.running or output.total_num_scheduled_tokens:
-            return
+            return False
         blocks = self._shortfall + self.memory.free_count
-        if fits_regrouped(self.memory, blocks) and self.memory.regroup():
-            self._missed_at = 0.0
+        if not fits_regrouped(self.memory, blocks, self._shortfall) or not self.memory.regroup():
+            return False
+        self._missed_at = 0.0
+        return True
 
     def _find_hopeless(self) -> None:
         """Note the requests at the head of the queue for which the memory can never come."""
@@ -267,6 +276,9 @@ class Tide:
         """Whether a step is wanted though no request may need one."""
         if self.memory.pending:
             self.memory.settle()
+            if not self.memory.pending:
+                # It ends as every step does: with what it may owe now, and a look at what is free.
+                return True
         return self.watch.called or self.memory.pending or self.memory.trim_soon
 
     def wait_here(self) -> None:
