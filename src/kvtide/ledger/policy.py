@@ -115,7 +115,8 @@ def set_aside(
     beyond = asked_bytes > within_bytes
     now_or_never = 1 << 63
     # Who can go on without what it wishes for has no place among those who cannot.
-    since_ns = asker.wish_since_ns if asker.least_bytes else now_or_never
+    waits = asker.wish_bytes and asker.least_bytes
+    since_ns = asker.wish_since_ns if waits else now_or_never
     aside_bytes = 0
     for w in wishers:
         if w.slot == asker.slot or w.wish_is_stale:
