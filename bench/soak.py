@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtide import control
+from kvtide.bench.machine import machine
 from kvtide.device.census import used_bytes
 from kvtide.errors import KvtideError
 from kvtide.ledger import Ledger, Snapshot
@@ -309,7 +310,7 @@ def main() -> int:
         finally:
             for life in soak.lives.values():
                 life.server.stop()
-    text = json.dumps(report, indent=2)
+    text = json.dumps({"machine": machine(), **report}, indent=2)
     print(text)
     if options.out is not None:
         options.out.write_text(text + "\n")
