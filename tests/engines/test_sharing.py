@@ -251,7 +251,7 @@ def test_what_can_never_fit_below_a_limit_is_refused_at_once(pair: Pair) -> None
         assert "status 500" in refused.error
         said = [line for line in pair.a.log.read_text().splitlines() if "can never" in line]
         assert len(said) == 1
-        assert "the limit of a is 24MiB" in said[0]
+        assert "the limit of a (KVTIDE_LIMIT, kvtide limit) is 24MiB" in said[0]
     finally:
         ledger.set_limit("a", None)
         ledger.close()
