@@ -147,7 +147,8 @@ def _holdings(words: memoryview) -> list[Holding]:
 def set_aside_now(words: memoryview, slot: int, asked_bytes: int, lendable_bytes: int) -> int:
     """What a grant to an instance must leave to those who wait and come before it.
 
-    `lendable_bytes` is the budget less headroom. For the lock's holder; cheap unless others wish.
+    `lendable_bytes` is the budget less headroom. It binds under the lock alone; cheap unless others
+    wish.
     """
     wishes = _column(words, w.I_WISH)
     others = [s for s, wish in enumerate(wishes) if wish and s != slot]

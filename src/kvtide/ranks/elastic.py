@@ -191,15 +191,12 @@ class ElasticMemory(Generic[B]):
         `least_blocks` are those without which the next step has to do with less; with 0 the wish
         holds nobody up.
         """
-        wish = self.pool.plan_growth(max(blocks, self._ahead_blocks))
-        if wish is None:
-            return
-        if least_blocks <= 0:
-            self._wish.make(self._of_devices(wish), dict.fromkeys(self.seats, 0))
-            return
-        least = self.pool.plan_growth(min(blocks, least_blocks))
-        if least is not None:
-            self._wish.make(self._of_devices(wish), self._of_devices(least))
+        wish = self.bytes_to_grow(max(blocks, self._ahead_blocks))
+        least = dict.fromkeys(self.seats, 0)
+        if least_blocks > 0:
+            least = self.bytes_to_grow(min(blocks, least_blocks))
+        if wish and least:
+            self._wish.make(wish, least)
 
     def bytes_to_grow(self, blocks: int) -> dict[str, int]:
         """What so many more blocks would take of each device; nothing where no more can come."""

@@ -64,17 +64,14 @@ class Wish:
 
     def came(self, bytes_of_device: Mapping[str, int]) -> None:
         """So much of it has come: the rest is wished for, and keeps its place in the queue."""
-        if not self._bytes:
+        if not self.made:
             return
-        for uuid, seat in self._seats.items():
-            came_bytes = bytes_of_device.get(uuid, 0)
-            self._bytes[uuid] = max(0, self._bytes[uuid] - came_bytes)
-            least_bytes = max(0, self._least.get(uuid, 0) - came_bytes)
-            self._least[uuid] = min(least_bytes, self._bytes[uuid])
-            seat.instance.wish(
-                self._bytes[uuid], least_bytes=self._least[uuid], until_ns=self.until_ns
-            )
-        if not any(self._bytes.values()):
+        left, least = (
+            {uuid: max(0, size - bytes_of_device.get(uuid, 0)) for uuid, size in sizes.items()}
+            for sizes in (self._bytes, self._least)
+        )
+        self.renew(left, least)
+        if not any(left.values()):
             self._bytes.clear()
 
     def end(self) -> None:

@@ -440,10 +440,17 @@ def test_a_wish_ahead_names_what_is_needed_and_what_would_be_grown_ahead(make_wo
     assert not engine.memory.wishing
 
 
-def old_sample(world, ledger):
+def old_sample(ledger):
     """The budget's sample is of some time ago."""
-    words = ledger.file.words
-    words[layout.H_SAMPLED_NS] -= 2_000_000_000
+    ledger.file.words[layout.H_SAMPLED_NS] -= 2_000_000_000
+
+
+def wished_for(engine, seconds=0):
+    """Since when its wish is there, after it was made so much older."""
+    (seat,) = engine.memory.seats.values()
+    words, at = seat.ledger.file.words, layout.instance_at(seat.instance.slot)
+    words[at + layout.I_WISH_SINCE_NS] -= seconds * 1_000_000_000
+    return words[at + layout.I_WISH_SINCE_NS]
 
 
 def test_growth_ahead_looks_for_new_memory_before_a_neighbour_is_asked(make_world):
@@ -457,7 +464,7 @@ def test_growth_ahead_looks_for_new_memory_before_a_neighbour_is_asked(make_worl
     memory.foreign_bytes = memory.free_bytes
     ours.ranks[0].account.sample()
     memory.foreign_bytes = 0
-    old_sample(world, ledger)
+    old_sample(ledger)
     assert ours.memory.grow(8)
     assert ledger.demands(other.memory.seats["paper-0"].instance).idle_bytes == 0
 
@@ -469,7 +476,7 @@ def test_growth_ahead_looks_in_another_process_too(make_world):
     memory.foreign_bytes = memory.free_bytes
     engine.ranks[0].account.sample()
     memory.foreign_bytes = 0
-    old_sample(world, world.ledgers["paper-0"])
+    old_sample(world.ledgers["paper-0"])
     assert not engine.memory.grow(8)
     engine.step()
     engine.quieten()
@@ -505,7 +512,7 @@ def test_a_wish_of_which_all_has_come_is_over(make_world):
     assert ours.memory.seats["paper-0"].instance.wish_bytes == 0
 
 
-def test_who_lacks_nothing_yet_holds_nobody_up(make_world, monkeypatch):
+def test_who_lacks_nothing_yet_holds_nobody_up(make_world):
     """However long it wishes for what coming steps would take."""
     world = make_world()
     geometry = layers(64, GRANULE, 1)
@@ -514,9 +521,7 @@ def test_who_lacks_nothing_yet_holds_nobody_up(make_world, monkeypatch):
     assert other.memory.grow_for(30, 30)
     assert not ours.memory.grow(24)
     ours.memory.wish_ahead(24, 0)
-    words = world.ledgers["paper-0"].file.words
-    at = layout.instance_at(ours.memory.seats["paper-0"].instance.slot)
-    words[at + layout.I_WISH_SINCE_NS] -= 5_000_000_000
+    wished_for(ours, 5)
     assert other.memory.ranks.grant([GRANULE]) is None
 
 
@@ -527,9 +532,7 @@ def test_who_waits_long_is_left_what_it_cannot_go_on_without(make_world):
     assert ours.memory.grow_for(20, 20)
     assert other.memory.grow_for(30, 30)
     ours.memory.wish_ahead(24, 8)
-    words = world.ledgers["paper-0"].file.words
-    at = layout.instance_at(ours.memory.seats["paper-0"].instance.slot)
-    words[at + layout.I_WISH_SINCE_NS] -= 5_000_000_000
+    wished_for(ours, 5)
     room = world.ledgers["paper-0"].snapshot().free_bytes // GRANULE
     assert other.memory.ranks.grant([(room - 8) * GRANULE]) is None
     assert other.memory.ranks.grant([GRANULE]) is not None
@@ -540,11 +543,10 @@ def test_a_wish_that_is_renewed_is_as_large_as_what_is_lacking_now(make_world):
     (seat,) = engine.memory.seats.values()
     wish = Wish(engine.memory.seats)
     wish.make({"paper-0": 30 * GRANULE})
-    words, at = seat.ledger.file.words, layout.instance_at(seat.instance.slot)
-    since_ns = words[at + layout.I_WISH_SINCE_NS]
+    since_ns = wished_for(engine)
     wish.renew({"paper-0": 20 * GRANULE})
     assert seat.instance.wish_bytes == 20 * GRANULE
-    assert words[at + layout.I_WISH_SINCE_NS] == since_ns
+    assert wished_for(engine) == since_ns
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -559,8 +561,7 @@ def test_a_growth_that_a_device_refuses_keeps_the_place_of_its_wish(make_world, 
     taken = other.take(50)
     assert not ours.memory.grow_for(30, 30)
     instance = ours.memory.seats["paper-0"].instance
-    words, at = world.ledgers["paper-0"].file.words, layout.instance_at(instance.slot)
-    since_ns = words[at + layout.I_WISH_SINCE_NS]
+    since_ns = wished_for(ours)
     other.give(taken)
     other.memory.trim()
     ours.ranks[0].faults.arm(lambda number, verb: verb == "create")
@@ -570,7 +571,7 @@ def test_a_growth_that_a_device_refuses_keeps_the_place_of_its_wish(make_world, 
     ours.step()
     ours.quieten()
     assert instance.wish_bytes
-    assert words[at + layout.I_WISH_SINCE_NS] == since_ns
+    assert wished_for(ours) == since_ns
 
 
 def test_who_can_go_on_has_no_place_before_those_who_cannot(make_world):
@@ -582,12 +583,9 @@ def test_who_can_go_on_has_no_place_before_those_who_cannot(make_world):
     ours.memory.wish_ahead(20, 0)
     room = world.ledgers["paper-0"].snapshot().free_bytes // GRANULE
     assert not other.memory.grow_for(room + 8, room + 8)
-    words = world.ledgers["paper-0"].file.words
-    for engine, seconds in ((ours, 9), (other, 5)):
-        at = layout.instance_at(engine.memory.seats["paper-0"].instance.slot)
-        words[at + layout.I_WISH_SINCE_NS] -= seconds * 1_000_000_000
+    wished_for(ours, 9)
+    wished_for(other, 5)
     assert ours.memory.ranks.grant([GRANULE]) is not None
     # And it has not waited yet once it cannot.
     ours.memory.wish_ahead(20, 5)
-    at = layout.instance_at(ours.memory.seats["paper-0"].instance.slot)
-    assert time.monotonic_ns() - words[at + layout.I_WISH_SINCE_NS] < 5_000_000_000
+    assert time.monotonic_ns() - wished_for(ours) < 5_000_000_000
