@@ -131,12 +131,16 @@ class Servers:
         )
 
     def start(self) -> None:
-        """One after the other: what the first has compiled the second one uses. Two that compile at
-        once tune their kernels apart, and differ in speed and tokens."""
+        """Native first: what it has compiled kvtide's server of the same model uses. Two that
+        compile one model at once tune their kernels apart, and differ in speed and tokens. The
+        neighbour's is another one, so it starts beside native, where there are cores for it."""
         began = time.monotonic()
-        for server in (self.native, self.elastic, self.neighbour):
-            if server is not self.neighbour or not self.options.cpu:
-                server.start().wait_ready(READY_SECONDS)
+        batches = [[self.native, self.neighbour], [self.elastic]]
+        for batch in [[self.native], [self.elastic]] if self.options.cpu else batches:
+            for server in batch:
+                server.start()
+            for server in batch:
+                server.wait_ready(READY_SECONDS)
                 print(f"{server.log.stem} up after {time.monotonic() - began:.0f} s", flush=True)
 
     def stop(self) -> None:
