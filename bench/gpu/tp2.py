@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,10 @@ def made(name: str, directory: Path) -> Path:
 
 
 class Servers:
-    """A native and a kvtide server of the same flags, and a small neighbour on its devices."""
+    """Native and kvtide servers of the same flags, and a small neighbour on their devices.
+
+    The second native one, where asked for, shows how far two processes of one kind differ.
+    """
 
     def __init__(self, options: argparse.Namespace, work: Path, ledgers: Path) -> None:
         self.options, self.work, self.ledgers = options, work, ledgers
@@ -116,36 +120,42 @@ class Servers:
         common += ["--kv-cache-memory-bytes", str(self.kv_bytes)]
         logs = work if options.logs is None else options.logs
         logs.mkdir(parents=True, exist_ok=True)
-        self.native = Server(model, log=logs / "native.log", arguments=common, environ=environ)
-        self.elastic = Server(
-            model,
-            log=logs / "kvtide.log",
-            arguments=common,
-            environ={**environ, **elastic, "KVTIDE_NAME": "large"},
-        )
-        self.neighbour = Server(
-            small,
-            log=logs / "neighbour.log",
-            arguments=common,
-            environ={**environ, **elastic, "KVTIDE_NAME": "neighbour"},
-        )
+
+        def make(name: str, model: Path, more: dict[str, str]) -> Server:
+            log = logs / f"{name}.log"
+            return Server(model, log=log, arguments=common, environ={**environ, **more})
+
+        natives = ["native", "second native"] if options.second_native else ["native"]
+        self.compared = {name: make(name.replace(" ", "-"), model, {}) for name in natives}
+        self.compared["kvtide"] = make("kvtide", model, {**elastic, "KVTIDE_NAME": "large"})
+        self.native, self.elastic = self.compared["native"], self.compared["kvtide"]
+        self.neighbour = make("neighbour", small, {**elastic, "KVTIDE_NAME": "neighbour"})
+        self._compiling = [make("compiles", model, {}), make("compiles-small", small, {})]
 
     def start(self) -> None:
-        """Native first: what it has compiled kvtide's server of the same model uses. Two that
-        compile one model at once tune their kernels apart, and differ in speed and tokens. The
-        neighbour's is another one, so it starts beside native, where there are cores for it."""
+        """Two that compile one model at once tune their kernels apart, and differ in speed and
+        tokens: so on GPUs others compile first, and end; all measured ones use what they left."""
         began = time.monotonic()
-        batches = [[self.native, self.neighbour], [self.elastic]]
-        for batch in [[self.native], [self.elastic]] if self.options.cpu else batches:
+        batches = [[server] for server in self.compared.values()]
+        if not self.options.cpu:
+            batches = [[*self.compared.values(), self.neighbour]]
+            if not self.options.compiled:
+                batches.insert(0, self._compiling)
+        for batch in batches:
             for server in batch:
                 server.start()
             for server in batch:
                 server.wait_ready(READY_SECONDS)
                 print(f"{server.log.stem} up after {time.monotonic() - began:.0f} s", flush=True)
+            if batch is self._compiling:
+                self._end(batch)
 
     def stop(self) -> None:
-        for server in (self.native, self.elastic, self.neighbour):
-            server.stop()
+        self._end([*self._compiling, *self.compared.values(), self.neighbour])
+
+    def _end(self, servers: list[Server]) -> None:
+        with ThreadPoolExecutor(len(servers)) as pool:
+            list(pool.map(Server.stop, servers))
 
 
 def tokens(url: str, seed: int) -> list[tuple[int, ...]]:
@@ -160,18 +170,36 @@ def answered(answers: list[Completion]) -> list[tuple[int, ...]]:
 
 
 def compare(servers: Servers) -> dict[str, Any]:
-    first = tokens(servers.native.url, 1)
-    # What is found in the prefix cache is computed in other batches, and rounds otherwise.
-    servers.native.drop_cache()
-    again = tokens(servers.native.url, 1)
-    ours = tokens(servers.elastic.url, 1)
+    """How many answers are the same; where two processes differ, from which token on."""
+
+    def twice(server: Server) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        first = tokens(server.url, 1)
+        # What is found in the prefix cache is computed in other batches, and rounds otherwise.
+        server.drop_cache()
+        return first, tokens(server.url, 1)
+
+    first, again = twice(servers.native)
     sound = [n for n, (a, b) in enumerate(zip(first, again, strict=True)) if a == b]
-    return {
+    found: dict[str, Any] = {
         "native_equals_itself": len(sound),
         "of": len(first),
         "distinct": len(set(first)),
-        "kvtide_equals_native": sum(ours[n] == first[n] for n in sound),
     }
+    for name, server in servers.compared.items():
+        if server is not servers.native:
+            other, again = twice(server)
+            places = [differs_from(other[n], first[n]) for n in sound]
+            name = name.replace(" ", "_")
+            found[f"{name}_equals_itself"] = sum(a == b for a, b in zip(other, again, strict=True))
+            found[f"{name}_equals_native"] = places.count(None)
+            found[f"{name}_differs_from_native_at"] = places
+    return found
+
+
+def differs_from(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
+    """The first place at which two answers differ."""
+    places = (n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+    return next(places, None)
 
 
 def probe(servers: Servers) -> dict[str, Any]:
@@ -181,7 +209,7 @@ def probe(servers: Servers) -> dict[str, Any]:
     time.sleep(2)
     told = [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
     found = {}
-    for name, server in (("kvtide", servers.elastic), ("native", servers.native)):
+    for name, server in servers.compared.items():
         mine = set(server.pids())
         found[name] = {
             f"{one['name']} {one['pid']}": one["contexts"] for one in told if one["pid"] in mine
@@ -198,26 +226,44 @@ def probe(servers: Servers) -> dict[str, Any]:
     }
 
 
-def measure(servers: Servers, pairs: int, requests: int, prompt: int, output: int) -> Any:
-    rates: dict[str, list[float]] = {"native": [], "kvtide": []}
-    steps: dict[str, list[int]] = {"native": [], "kvtide": []}
+def measure(servers: Servers, pairs: int, load: tuple[int, int, int], *, streamed: bool) -> Any:
+    """Tokens a second in rounds; who goes first changes. Of answers that come as a whole the
+    engine is the slowest part, of streamed ones it may be the front end, as it is for users."""
+    requests, prompt, output = load
+    names = list(servers.compared)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    rounds: list[dict[str, Any]] = []
     for round_ in range(pairs + 1):
-        order = [("native", servers.native), ("kvtide", servers.elastic)]
-        for name, server in order if round_ % 2 == 0 else reversed(order):
+        start = round_ % len(names)
+        for name in names[start:] + names[:start]:
+            server = servers.compared[name]
             prompts = random_prompts(1000 + round_, requests, prompt)
-            before = metric(server.url, STEPS)
-            seconds, timings = closed_loop(server.url, NAME, prompts, output, 128)
-            assert all(t.error is None for t in timings)
+            before, told = metric(server.url, STEPS), {}
+            if streamed:
+                seconds, timings = closed_loop(server.url, NAME, prompts, output, 128)
+                assert all(t.error is None for t in timings)
+                firsts = sorted(t.ttft_seconds * 1e3 for t in timings)
+                told = {"first_ttft_ms": firsts[0], "last_ttft_ms": firsts[-1]}
+            else:
+                began = time.monotonic()
+                answers = complete(
+                    server.url, prompts, max_tokens=output, model=NAME, concurrency=128
+                )
+                seconds = time.monotonic() - began
+                answered(answers)
             if round_:  # the first one warms up
-                rates[name].append(requests * output / seconds)
-                steps[name].append(round(metric(server.url, STEPS) - before))
+                rates[name].append(round(requests * output / seconds, 1))
+                told = {key: round(value, 1) for key, value in told.items()}
+                steps = round(metric(server.url, STEPS) - before)
+                rounds.append({"round": round_, "server": name, "steps": steps, **told})
             server.drop_cache()
-    ratios = paired_ratios(rates["kvtide"], rates["native"])
     return {
         "requests": [requests, prompt, output],
-        "tokens_per_s": {k: [round(r, 1) for r in v] for k, v in rates.items()},
-        "steps": steps,
-        **{f"ratio_{name}": ratio for name, ratio in ratios.items()},
+        "tokens_per_s": rates,
+        "to_native": {
+            name: paired_ratios(rates[name], rates["native"]) for name in names if name != "native"
+        },
+        "rounds": rounds,
     }
 
 
@@ -311,6 +357,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument(
+        "--second-native", action="store_true", help="how far do two native servers differ?"
+    )
+    parser.add_argument("--compiled", action="store_true", help="all is in vLLM's cache already")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--after", type=Path, help="begin to measure once this file is there")
     parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
@@ -331,12 +381,15 @@ def main() -> int:
         print("all are up", flush=True)
         wait_for_file(options.after)
         done("tokens", compare(servers))
-        done("throughput", measure(servers, options.pairs, *load))
+        done("throughput", measure(servers, options.pairs, load, streamed=False))
+        done("throughput_streamed", measure(servers, options.pairs, load, streamed=True))
         if not options.cpu:
             done("contexts", probe(servers))
         done("starved", starve(servers))
         with suppress(ProcessLookupError):
-            servers.native.stop()
+            for server in servers.compared.values():
+                if server is not servers.elastic:
+                    server.stop()
         if options.cpu:  # where two cores have to do
             servers.neighbour.start().wait_ready(READY_SECONDS)
         done("killed", kill_worker(servers))
