@@ -123,7 +123,8 @@ class Extents:
                     size = min(self._cap, 1 << ((stop - start).bit_length() - 1))
                     extents.append(Run(start, size))
                     start += size
-        return Growth(tuple(extents), sum([granules for _, granules in extents]))
+        blocks = sum([high - low for low, high in targets])
+        return Growth(tuple(extents), sum([granules for _, granules in extents]), blocks)
 
     def begin_growth(self, growth: Growth) -> None:
         """These extents are being mapped."""

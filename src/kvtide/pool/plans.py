@@ -62,10 +62,19 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Extents to map. `granules` is the sum of their counts."""
+    """Extents to map.
+
+    Attributes
+    ----------
+    granules
+        The sum of their counts.
+    blocks
+        Those that it is for: so many become usable by it at least.
+    """
 
     extents: tuple[Run, ...]
     granules: int
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True)

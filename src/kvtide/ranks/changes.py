@@ -69,6 +69,8 @@ class Changes(Generic[B]):
         Growths that all ranks made, and those that some could not although they were granted.
     unsplit
         Splits that some ranks could not make.
+    coming_count
+        Blocks of the growths that are under way.
     quarantined_bytes
         By rank: what its device did not take back, or holds for an extent that could not be split.
     """
@@ -85,7 +87,7 @@ class Changes(Generic[B]):
         self._shrinking: dict[int, _Shrinking] = {}
         # Of each shape, where memory is stuck. Most often empty.
         self._blocked: list[set[Run]] = [set() for _ in pool.shapes]
-        self.made = self.refused = self.unsplit = 0
+        self.made = self.refused = self.unsplit = self.coming_count = 0
         # Told of what every rank has mapped.
         self.came: Callable[[Sequence[Growth]], None] = lambda growths: None
         self.quarantined_bytes = {member.rank: 0 for member in ranks.members}
@@ -116,6 +118,7 @@ class Changes(Generic[B]):
         self._pool.begin_growth(growths)
         sequence = self._ranks.grow([places(g.extents, self._granule) for g in growths])
         self._growing[sequence] = _Growing(growths, cause)
+        self.coming_count += growths[0].blocks
 
     def shrink(self, reclaim: Reclaim, transient: Sequence[int], *, cached: bool) -> None:
         """Take what was chosen out of circulation, and have all ranks give it back.
@@ -154,6 +157,8 @@ class Changes(Generic[B]):
 
     def _end_growth(self, growing: _Growing, outcome: Outcome) -> None:
         growths = growing.growths
+        if not growing.undoing:
+            self.coming_count -= growths[0].blocks
         of_shape = [growth.granules * self._granule for growth in growths]
         # What failed may have left something behind, whether or not it is undone by others yet.
         stuck_bytes = self._set_aside(outcome)

@@ -87,7 +87,7 @@ class ElasticMemory(Generic[B]):
 
     def adopt(self, runs_of_shape: Sequence[Sequence[Run]]) -> None:
         """Take over what the ranks have mapped already, for block 0: the null block."""
-        growths = [Growth(tuple(runs), sum(r.granules for r in runs)) for runs in runs_of_shape]
+        growths = [Growth(tuple(runs), sum(r.granules for r in runs), 1) for runs in runs_of_shape]
         # What the null block lies in never goes.
         self.figures.pinned_bytes = [g.granules * self._granule for g in growths]
         self.journal.note(Kind.GROW, Cause.START, self.figures.pinned_bytes)
@@ -117,6 +117,11 @@ class ElasticMemory(Generic[B]):
     def growing(self) -> bool:
         """Whether memory is coming."""
         return self.changes.growing
+
+    @property
+    def coming_count(self) -> int:
+        """Blocks that ranks were ordered to back, and did not confirm yet."""
+        return self.changes.coming_count
 
     @property
     def wishing(self) -> bool:

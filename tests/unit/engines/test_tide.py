@@ -26,7 +26,7 @@ class Memory:
         self.grown: list[int] = []
         self.asked: list[tuple[int, int]] = []
         self.wished_ahead: list[tuple[int, int]] = []
-        self.free_count = 0
+        self.free_count = self.coming_count = 0
         self.wishing = self.pending = self.growing = False
 
     def grow_for(self, blocks: int, desired: int) -> bool:

@@ -416,3 +416,39 @@ def test_what_is_under_way_is_not_wished_for(
     wished = engine.memory.seats["paper-0"].instance.wish_bytes // GRANULE
     ahead = engine.memory._ahead_blocks
     assert 0 < wished <= max(6, ahead)
+
+
+def test_what_came_while_memory_is_under_way_is_ordered_with_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that arrive one after the other: each would wait for the memory of the one before,
+    and then for its own."""
+    _, engine = engine_of(tmp_path, layers(512, GRANULE, 1), direct=False, total=512)
+    driver = Driver(engine, monkeypatch, 100, 100)
+    memory, tide = engine.memory, driver.tide
+    tide.begin()
+    assert memory.coming_count >= 100
+    asked = memory.pool.mapped_bytes
+    tide.begin()
+    assert memory.pool.mapped_bytes == asked, "what is under way already is asked for again"
+    tide._need.ahead = lambda: Ahead(200, 200)
+    tide.begin()
+    assert memory.coming_count >= 200
+    driver.step(asks=False)
+    driver.step(asks=False)
+    assert engine.blocks.free.count >= 200
+    assert memory.coming_count == 0
+
+
+def test_who_owes_others_lets_what_is_under_way_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is given while memory is coming: with one growth after the other nothing ever is."""
+    _, engine = engine_of(tmp_path, layers(512, GRANULE, 1), direct=False, total=512)
+    driver = Driver(engine, monkeypatch, 100, 100)
+    driver.tide.begin()
+    asked = engine.memory.pool.mapped_bytes
+    driver.tide._need.ahead = lambda: Ahead(200, 200)
+    driver.tide.watch.called = True
+    driver.tide.begin()
+    assert engine.memory.pool.mapped_bytes == asked

@@ -133,7 +133,8 @@ class Tide:
         self.asleep = False
         if idle:
             self._wishes_ahead = False
-        elif not memory.growing and time.monotonic() >= self._ahead_at:
+        elif time.monotonic() >= self._ahead_at and not (self._pressed and memory.growing):
+            # Who owes lets what is under way come first: meanwhile nothing can be given.
             self._grow_ahead()
         self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
 
@@ -151,11 +152,17 @@ class Tide:
             near, far = self._above_watermark(near), self._above_watermark(far)
         return near, far
 
+    @property
+    def _free_soon(self) -> int:
+        """Blocks that are free, and those that are under way."""
+        return self._pool.free.count + self.memory.coming_count
+
     def _above_watermark(self, blocks: int) -> int:
         """How many have to be free so that so many may be taken: what comes raises it as well."""
-        pool, free, share = self.memory.pool, self._pool.free.count, self._watermark
-        more = math.ceil((blocks - free + share * pool.usable_count) / (1 - share))
-        return max(blocks, free + min(more, pool.blocks_total - pool.usable_count))
+        pool, free, share = self.memory.pool, self._free_soon, self._watermark
+        usable = pool.usable_count + self.memory.coming_count
+        more = math.ceil((blocks - free + share * usable) / (1 - share))
+        return max(blocks, free + min(more, pool.blocks_total - usable))
 
     def _grow_ahead(self) -> None:
         """Have what the coming steps need; where none is left, ask for it before it is missed.
@@ -166,10 +173,10 @@ class Tide:
         """
         memory, now = self.memory, time.monotonic()
         near, far = self._ahead()
-        if far <= self._pool.free.count:
+        if far <= self._free_soon:
             self._wishes_ahead = False
             return
-        lacking = near - self._pool.free.count
+        lacking = near - self._free_soon
         refused = False
         if memory.ranks.direct and not self._scheduler.running:
             if lacking <= 0 or memory.grow(lacking):
@@ -177,7 +184,7 @@ class Tide:
             refused = True
         if now >= self._far_at:
             self._wishes_ahead = False
-            if not refused and memory.grow(far - self._pool.free.count):
+            if not refused and memory.grow(far - self._free_soon):
                 return
             self._far_at = now + _PROBE_SECONDS
         elif lacking <= 0:
@@ -185,7 +192,7 @@ class Tide:
         if lacking > 0 and (refused or not memory.grow(lacking)):
             self._ahead_at = now + _PROBE_SECONDS
         # A cache of one's own goes before that of others, and what is under way does too.
-        there = memory.free_count + (max(0, lacking) if memory.growing else 0)
+        there = memory.free_count + memory.coming_count
         if far > there:
             self._wishes_ahead = True
             memory.wish_ahead(far - there, max(0, near - there))
