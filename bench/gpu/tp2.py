@@ -138,9 +138,11 @@ class Servers:
         began = time.monotonic()
         batches = [[server] for server in self.compared.values()]
         if not self.options.cpu:
-            batches = [[*self.compared.values(), self.neighbour]]
-            if not self.options.compiled:
-                batches.insert(0, self._compiling)
+            batches = [self._compiling, [*self.compared.values(), self.neighbour]]
+            if self.options.compiled:
+                del batches[0]
+            if self.options.compile:
+                del batches[1]
         for batch in batches:
             for server in batch:
                 server.start()
@@ -360,6 +362,7 @@ def main() -> int:
     parser.add_argument(
         "--second-native", action="store_true", help="how far do two native servers differ?"
     )
+    parser.add_argument("--compile", action="store_true", help="fill vLLM's cache, and end")
     parser.add_argument("--compiled", action="store_true", help="all is in vLLM's cache already")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--after", type=Path, help="begin to measure once this file is there")
@@ -378,6 +381,8 @@ def main() -> int:
 
     try:
         servers.start()
+        if options.compile:
+            return 0
         print("all are up", flush=True)
         wait_for_file(options.after)
         done("tokens", compare(servers))
