@@ -69,7 +69,7 @@ def test_what_coming_steps_lack_is_wished_for_before_a_request_has_to_be_preempt
     assert tide.memory.wished_ahead == [(42, 12)]
     assert tide.memory.wishing, "a step that missed nothing ended a wish for the next ones"
 
-    tide.wake()
+    tide.came_free()
     tide.memory.has = 50
     tide._grow_ahead()
     tide.end(SimpleNamespace(total_num_scheduled_tokens=1))

@@ -452,3 +452,29 @@ def test_who_owes_others_lets_what_is_under_way_come_first(
     driver.tide.watch.called = True
     driver.tide.begin()
     assert engine.memory.pool.mapped_bytes == asked
+
+
+def test_requests_that_come_do_not_ask_again_for_what_was_refused_a_moment_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They free nothing; an engine whose cache fills its budget gets dozens of them a second."""
+    _, engine = engine_of(tmp_path, layers(512, GRANULE, 1))
+    take(engine, 40)
+    engine.give(list(engine.blocks.live), cache=True)
+    driver = Driver(engine, monkeypatch, 45, 60)
+    driver.running.append(object())
+    asked: list[object] = []
+    grant = engine.memory.ranks.grant
+    monkeypatch.setattr(
+        engine.memory.ranks, "grant", lambda size: asked.append(size) or grant(size)
+    )
+    driver.step(asks=False)
+    refused = len(asked)
+    assert refused
+    for _ in range(20):
+        driver.tide.wake()
+        driver.step(asks=False)
+    assert len(asked) == refused
+    driver.tide.came_free()
+    driver.step(asks=False)
+    assert len(asked) > refused

@@ -89,7 +89,7 @@ class _Elastic(_Base):
         return super().add_request(*args, **kwargs)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        self.tide.wake()
+        self.tide.came_free()
         return super().finish_requests(*args, **kwargs)
 
     def shutdown(self) -> None:

@@ -295,7 +295,12 @@ class Tide:
         self._roused.clear()
 
     def wake(self) -> None:
-        """Something changed that may let the engine go on: look again."""
+        """A request came: look whether it can run. It frees nothing that was refused."""
+        self.asleep = False
+        self._missed_at = 0.0
+
+    def came_free(self) -> None:
+        """Requests ended before their time: what was refused may be had now."""
         self.asleep = False
         self._ahead_at = self._far_at = self._missed_at = 0.0
 
