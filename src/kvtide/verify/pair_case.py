@@ -132,7 +132,8 @@ def load_for(site: Site, server: Server, name: str, seed: int) -> tuple[list[lis
     cached = 0
     if instance is not None:
         cached = sum(p.figures.blocks_cached * p.block_bytes for p in instance.pools)
-    one_bytes = max(cached, site.charge(name) - before, 1) // len(first)
+    # By what is cached, where it tells: the charge has in it what was grown ahead.
+    one_bytes = max(cached or site.charge(name) - before, 1) // len(first)
     _forget(server)
     until(lambda: site.charge(name) <= before, _RELEASE_SECONDS)
     room_bytes = site.free_bytes() + site.charge(name)

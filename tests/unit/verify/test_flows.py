@@ -233,6 +233,21 @@ def test_a_load_fills_what_its_engine_holds_already_too():
     assert len(load) * one == 14 * one > 16 * MIB + 64 * MIB / 2
 
 
+def test_what_is_grown_ahead_is_no_part_of_a_request():
+    """On a GPU an engine grows by 32 MiB, of which four small requests hold half."""
+    charges = iter([2, 34, 2, 2])
+    pools = (SimpleNamespace(figures=SimpleNamespace(blocks_cached=16), block_bytes=MIB),)
+    site = SimpleNamespace(
+        charge=lambda name: next(charges, 2) * MIB,
+        free_bytes=lambda: 1024 * MIB,
+        instance=lambda name: SimpleNamespace(pools=pools),
+    )
+    server = SimpleNamespace(ask=lambda *_, concurrency: [], drop_cache=lambda: None)
+    load, found = load_for(site, server, "a", 1)
+    assert found == 4 * MIB
+    assert len(load) * found > 1024 * MIB / 2
+
+
 def test_charges_above_what_the_device_lends_are_noticed():
     device = Device()
     device.lent_bytes = TOTAL_BYTES - 2 * MIB
