@@ -1,13 +1,14 @@
 """Latency of the 8B shape under an open loop: a native server and one under kvtide, both resident.
 
-    python bench/gpu/open_loop.py [--requests 1000] [--rounds 4]
+    python bench/gpu/open_loop.py [--requests 1000] [--rounds 4] [--second-native]
     python bench/gpu/open_loop.py --cpu                             tiny, without a GPU
 
 Real `vllm serve` processes with CUDA graphs, weights of random bytes, and a vocabulary of 2,048, so
 that a tokenizer made here fits. The native server's rate in one closed loop is its saturation; then
 each server gets `--requests` at 80% of that, at random moments, in rounds that swap who goes first;
-the other one is idle meanwhile. Some 90 seconds to start one after the other, 10 for the closed
-loop, 30 a server for 1000 requests of (512, 128): 180 in all. Saved after each round.
+the others are idle meanwhile. A second native server, where asked for, shows how far two processes
+of one kind differ. Some 90 seconds to start one after the other, 10 a server for the closed loop,
+30 for 1000 requests of (512, 128): 190 in all. Saved after each round.
 
 `kvtide bench serve` does the same with any model, but starts one server after the other, eagerly.
 
@@ -65,6 +66,7 @@ def errors(timings: Sequence[Timing]) -> list[str]:
 def show(results: dict[str, Any]) -> None:
     heads: list[object] = [
         "server",
+        "closed loop/s",
         "requests",
         "TTFT p50 ms",
         "p99",
@@ -78,11 +80,16 @@ def show(results: dict[str, Any]) -> None:
         picked[name] = [
             told[of][which] for of in ("ttft_ms", "tpot_ms") for which in ("p50", "p99")
         ]
-        rows.append([name, told["requests"], *picked[name], told["failed"]])
-    ratios = [round(k / n, 3) for k, n in zip(picked["kvtide"], picked["native"], strict=True)]
-    names = [f"{of} {which}" for of in ("TTFT", "TPOT") for which in ("p50", "p99")]
-    results["ratios"] = dict(zip(names, ratios, strict=True))
-    rows.append(["kvtide / native", "", *ratios, ""])
+        closed = results["closed_loop_per_s"][name]
+        rows.append([name, closed, told["requests"], *picked[name], told["failed"]])
+    figures = [f"{of} {which}" for of in ("TTFT", "TPOT") for which in ("p50", "p99")]
+    results["to_native"] = {}
+    for name in picked:
+        if name != "native":
+            pairs = zip(picked[name], picked["native"], strict=True)
+            ratios = [round(mine / native, 3) for mine, native in pairs]
+            results["to_native"][name] = dict(zip(figures, ratios, strict=True))
+            rows.append([f"{name} / native", "", "", *ratios, ""])
     print(f"{results['rate']:.1f} requests a second, {SHARE:.0%} of native's closed loop")
     table(rows)
 
@@ -96,6 +103,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--concurrency", type=int, help="closed loop; default 256, with --cpu 8")
     parser.add_argument("--kv", type=parse_size, default=40 * GIB, help="most KV cache of each")
+    parser.add_argument(
+        "--second-native", action="store_true", help="how far do two native servers differ?"
+    )
     parser.add_argument("--after", type=Path, help="begin to measure once this file is there")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
@@ -120,12 +130,14 @@ def main() -> int:
         host = host_environ() if options.cpu else {}
         # A size of its own: a profile of a native engine does not bear a neighbour that starts.
         sized = [*flags, "--kv-cache-memory-bytes", str(kv_bytes)]
+        natives = ["native", "second native"] if options.second_native else ["native"]
         servers = {
-            "native": Server(model, log=work / "native.log", arguments=sized, environ=host),
-            "kvtide": Server(
-                model, log=work / "kvtide.log", arguments=flags, environ={**host, **elastic}
-            ),
+            name: Server(model, log=work / f"{name}.log", arguments=sized, environ=host)
+            for name in natives
         }
+        servers["kvtide"] = Server(
+            model, log=work / "kvtide.log", arguments=flags, environ={**host, **elastic}
+        )
         for name, server in servers.items():
             # What native has compiled kvtide uses: two that compile at once tune kernels apart, and
             # are then not equally fast.
@@ -138,22 +150,26 @@ def main() -> int:
             warm = random_prompts(900 + number, concurrency // 2, prompt)
             _, timings = closed_loop(server.url, NAME, warm, output, concurrency)
             failed += errors(timings)
-        prompts = random_prompts(1, 2 * concurrency, prompt)
-        seconds, timings = closed_loop(servers["native"].url, NAME, prompts, output, concurrency)
-        failed += errors(timings)
-        rate = SHARE * len(prompts) / seconds
-        print(f"closed loop: {len(prompts)} requests in {seconds:.1f} s", flush=True)
+        closed: dict[str, float] = {}
+        for name, server in servers.items():
+            prompts = random_prompts(1, 2 * concurrency, prompt)
+            seconds, timings = closed_loop(server.url, NAME, prompts, output, concurrency)
+            failed += errors(timings)
+            closed[name] = round(len(prompts) / seconds, 2)
+            print(f"closed loop, {name}: {closed[name]} requests a second", flush=True)
+        rate = SHARE * closed["native"]
         opened: dict[str, list[Timing]] = {name: [] for name in servers}
         results: dict[str, Any] = {
             "prompt_tokens": prompt,
             "output_tokens": output,
             "concurrency": concurrency,
             "kv_bytes": kv_bytes,
-            "native_requests_per_s": round(len(prompts) / seconds, 2),
+            "closed_loop_per_s": closed,
             "rate": round(rate, 2),
         }
         for round_ in range(options.rounds):
-            order = list(servers) if round_ % 2 == 0 else list(reversed(servers))
+            start = round_ % len(servers)
+            order = list(servers)[start:] + list(servers)[:start]
             for name in order:
                 seed = 100 + round_
                 asked = random_prompts(seed, requests // options.rounds, prompt)

@@ -3,7 +3,7 @@
     python bench/gpu/pictures.py bench/results/h200 docs/images
 
 Draws those whose results are there: memory over time and times to the first token of
-`instances.json`, memory of `late_start.json`, the ratios of `serving.json`, times to
+`instances.json`, memory of `late_start.json`, the ratios of `serving*.json`, times to
 the first token of `open_loop.json`. Needs matplotlib, which `pip install '.[plot]'` brings, and no
 GPU. Some seconds.
 """
@@ -26,6 +26,7 @@ from serving import BAR
 INK = "#24292f"
 COLOURS = {
     "native": "#8a8f98",
+    "second native": "#b9bdc4",
     "kvtide": "#2a8fd0",
     "kvcached": "#e08a2b",
     "kvcached, bounded": "#b3541e",
@@ -206,6 +207,7 @@ PICTURES: list[tuple[str, str, Callable[[dict[str, Any], Path], None]]] = [
     ("instances", "instances-ttft", instances_ttft),
     ("late_start", "late-start", late_start),
     ("serving", "serving", serving),
+    ("serving-one-gpu", "serving-one-gpu", serving),
     ("open_loop", "open-loop", open_loop),
 ]
 

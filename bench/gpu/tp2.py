@@ -105,7 +105,8 @@ class Servers:
             if options.tp > 1:
                 environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join("01"[: options.tp])
         else:
-            model, small = made("8b", work / "8b"), made("dense", work / "dense")
+            models = options.models or work
+            model, small = made("8b", models / "8b"), made("dense", models / "dense")
             common += ["--max-model-len", "8192", "--dtype", "bfloat16", "--no-enforce-eager"]
             common += ["--load-format", "dummy", "--max-num-seqs", "128"]
             common += ["--gpu-memory-utilization", "0.2"]
@@ -364,10 +365,13 @@ def main() -> int:
     )
     parser.add_argument("--compile", action="store_true", help="fill vLLM's cache, and end")
     parser.add_argument("--compiled", action="store_true", help="all is in vLLM's cache already")
+    parser.add_argument("--models", type=Path, help="where they lie: vLLM's cache goes by it")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--after", type=Path, help="begin to measure once this file is there")
     parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
     options = parser.parse_args()
+    if (options.compile or options.compiled) and options.models is None:
+        parser.error("--compile and --compiled need --models: vLLM's cache goes by the path")
     work = Path(tempfile.mkdtemp(prefix="kvtide-tp-"))
     ledgers = Path(tempfile.mkdtemp(prefix="kvtide-tp-", dir="/dev/shm"))
     servers = Servers(options, work, ledgers)
