@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from kvtide.errors import UsageError
 
 __all__ = ["register"]
 
@@ -35,6 +38,9 @@ def verify(
     other: Annotated[
         str | None, typer.Option(help="ENGINE=PYTHON of the other engine, for the mixed pair.")
     ] = None,
+    engine_args: Annotated[
+        str, typer.Option(help="Further flags of each server, as one text; they win.")
+    ] = "",
     resume: Annotated[
         bool, typer.Option("--resume", help="Do not run again what held in --out's report.")
     ] = False,
@@ -46,6 +52,10 @@ def verify(
     """
     from kvtide.verify.running import run_verify
 
+    try:
+        flags = shlex.split(engine_args)
+    except ValueError as error:
+        raise UsageError(f"--engine-args {engine_args!r}: {error}") from None
     if not run_verify(
         engine=engine,
         models=model or [],
@@ -57,5 +67,6 @@ def verify(
         other=other,
         as_json=as_json,
         resume=resume,
+        flags=flags,
     ):
         raise typer.Exit(1)

@@ -55,6 +55,8 @@ class Bench:
         The engine's server class.
     other
         Of the mixed pair: another engine's server class and its Python; None without one.
+    flags
+        Further flags of every server but the other engine's.
     work, logs
         Directories of this case alone.
     say
@@ -70,6 +72,7 @@ class Bench:
     python: str | None = None
     other: tuple[type[Server], str] | None = None
     extra: dict[str, str] | None = None
+    flags: tuple[str, ...] = ()
 
     def site(self, size_bytes: int, *, layout: str = "auto", devices: int = 1) -> Site:
         """Devices of its own for a case."""
@@ -138,7 +141,13 @@ def make_cases(
 def _options(bench: Bench, model: Model, length: int = MAX_MODEL_LEN) -> Options:
     # On a GPU a tiny model would be given all of it: a size that both servers are given instead.
     given = None if bench.backend == "host" else GIB
-    return Options(dtype=model.dtype, max_model_len=length, tp=bench.tp, kv_bytes=given)
+    return Options(
+        dtype=model.dtype,
+        max_model_len=length,
+        tp=bench.tp,
+        kv_bytes=given,
+        more=bench.flags,
+    )
 
 
 def _both(bench: Bench, model: Model, options: Options, layout: str) -> Seen:
@@ -214,9 +223,10 @@ def _pair(model: Model, *, tp: int | None = None, mixed: bool = False) -> Callab
         first = site.server(
             bench.kind, model, "a", replace(options, tp=tp or bench.tp), python=bench.python
         )
-        kind, python = (
-            (bench.kind, bench.python) if bench.other is None or not mixed else bench.other
-        )
+        kind, python = bench.kind, bench.python
+        if mixed and bench.other is not None:
+            kind, python = bench.other
+            options = replace(options, more=())
         second = site.server(kind, model, "b", options, python=python)
         record = run_pair(site, [("a", first), ("b", second)], bench.say)
         return Seen(record, [*judge_pair(record, exact=model.exact), _device_empty(site)])

@@ -51,7 +51,7 @@ class CaseResult(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Where and with what the matrix ran."""
+    """Where and with what the matrix ran. `flags` of the engine are those that somebody gave."""
 
     engine: str
     engine_version: str
@@ -62,6 +62,7 @@ class Setup(msgspec.Struct, frozen=True):
     python: str
     models: tuple[str, ...]
     started: str
+    flags: tuple[str, ...] = ()
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -74,7 +75,12 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def describe_setup(
-    engine: str, distributions: Sequence[str], backend: str, tp: int, models: Sequence[str]
+    engine: str,
+    distributions: Sequence[str],
+    backend: str,
+    tp: int,
+    models: Sequence[str],
+    flags: Sequence[str] = (),
 ) -> Setup:
     """What a reader must know to weigh the results."""
     cores = len(os.sched_getaffinity(0))
@@ -89,6 +95,7 @@ def describe_setup(
         python=platform.python_version(),
         models=tuple(models),
         started=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        flags=tuple(flags),
     )
 
 

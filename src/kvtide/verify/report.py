@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -45,6 +46,7 @@ def _facts(setup: Setup, verdict: Verdict) -> list[tuple[str, str]]:
         ("machine", setup.machine),
         ("Python", setup.python),
         ("models", ", ".join(setup.models)),
+        *([("flags", shlex.join(setup.flags))] if setup.flags else []),
         ("started", setup.started),
         ("took", _minutes(verdict.seconds)),
     ]

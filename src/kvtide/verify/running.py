@@ -41,13 +41,15 @@ def run_verify(
     other: str | None,
     as_json: bool,
     resume: bool = False,
+    flags: Sequence[str] = (),
     extra: dict[str, str] | None = None,
 ) -> bool:
     """Run it and write the report into `out` after each case; whether every check held.
 
     With `resume`, cases of the report that lies there, with the same engine and kvtide on the same
     machine, are taken over from it: those that held, and all that `patterns` do not choose, which
-    may have failed or been skipped. `extra` are further variables of every server.
+    may have failed or been skipped. `flags` are the engine's own, for each of its servers, `extra`
+    further variables of all.
 
     Raises
     ------
@@ -75,7 +77,8 @@ def run_verify(
             if not select(every, [pattern]):
                 names = ", ".join(case.name for case in every)
                 raise UsageError(f"no case is like {pattern!r}; there are {names}")
-        setup = describe_setup(engine, kind.distributions, backend, tp, [m.name for m in chosen])
+        called = [model.name for model in chosen]
+        setup = describe_setup(engine, kind.distributions, backend, tp, called, flags)
         known = _taken_over(out, setup, [case.name for case in wanted]) if resume else {}
         cases = [case for case in every if case in wanted or case.name in known]
         parts = {part for c in cases if c.name not in known for part in c.name.split("/")}
@@ -97,6 +100,7 @@ def run_verify(
                 say=say,
                 other=second,
                 extra=extra,
+                flags=tuple(flags),
             )
 
         def done(result: CaseResult) -> None:

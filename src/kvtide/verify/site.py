@@ -118,7 +118,7 @@ class Site:
         return kind(
             model.path,
             log=log,
-            arguments=kind.flags(options, model.path),
+            arguments=[*kind.flags(options, model.path), *options.more],
             environ=temporary | kind.environ_for(options, self.backend) | own | self._extra,
             **given,
         )

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from kvtide.commands.verify import verify
 from kvtide.errors import DeviceError, UsageError
 from kvtide.verify import cases as cases_module
 from kvtide.verify.cases import Bench, Case, Seen, Skipped, make_cases, select
@@ -350,3 +352,42 @@ def test_what_cannot_be_run_is_refused(tmp_path, changes, says):
     }
     with pytest.raises(UsageError, match=says):
         run_verify(**(given | changes))
+
+
+def test_flags_of_the_engine_are_told_and_a_report_without_them_is_not_taken_over(run, tmp_path):
+    flagged = msgspec.structs.replace(SETUP, flags=("--quantization", "fp8"))
+    verdict, _, _ = run(CASES[:1])
+    told = msgspec.structs.replace(verdict, setup=flagged)
+    assert "--quantization fp8" in to_markdown(told)
+    write_report(verdict, tmp_path / "out")
+    assert _taken_over(tmp_path / "out", SETUP, ["model/m"])
+    assert _taken_over(tmp_path / "out", flagged, ["model/m"]) == {}
+
+
+def test_flags_that_are_no_words_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="No closing quotation"):
+        verify(out=tmp_path, engine_args="--name 'half")
+
+
+def test_the_flags_are_for_the_engine_alone_and_not_for_the_other_one(tmp_path, monkeypatch):
+    given = {}
+
+    class Other(Server):
+        engine = "other"
+
+    def site_of(self, size_bytes, **_):
+        def server(kind, model, name, options, **_):
+            given[kind.engine, name] = options.more
+
+        return SimpleNamespace(server=server, left_bytes=lambda: 0)
+
+    monkeypatch.setattr(Bench, "site", site_of)
+    monkeypatch.setattr(cases_module, "run_pair", lambda *_: None)
+    monkeypatch.setattr(cases_module, "judge_pair", lambda *_, exact: [])
+    model = Model("m", tmp_path, "float32")
+    bench = Bench(
+        Server, "host", 1, tmp_path, tmp_path, print, other=(Other, "python"), flags=("--x",)
+    )
+    (case,) = select(make_cases([model], model, "host"), ["elastic/m/mixed"])
+    case.run(bench)
+    assert given == {("vllm", "a"): ("--x",), ("other", "b"): ()}

@@ -61,6 +61,14 @@ def test_a_server_has_the_sites_devices_only_under_kvtide(tmp_path, site):
     assert model.exact
 
 
+def test_flags_that_somebody_gave_come_last(tmp_path, site):
+    model = Model("m", tmp_path, "float32")
+    for native in (True, False):
+        options = Options("float32", 128, more=("--dtype", "bfloat16"))
+        command = site.server(Server, model, "a", options, native=native)._command
+        assert command[-2:] == ["--dtype", "bfloat16"]
+
+
 def test_waiting_says_how_long_it_took_or_that_it_was_in_vain():
     assert until(lambda: True, 10.0) is not None
     assert until(lambda: False, 0.01) is None
