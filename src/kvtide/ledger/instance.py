@@ -201,13 +201,18 @@ class Instance:
 
     def obtainable_bytes(self, asked_bytes: int) -> int:
         """What a grant of so much would find: the room less headroom, and less what is left to who
-        comes first. Without the lock: a grant may still be judged otherwise.
+        comes first, within the limit. Without the lock: a grant may still be judged otherwise.
         """
         words = self._own_words()
         headroom_bytes = headroom_now(words)
         lendable_bytes: int = words[w.H_BUDGET] - headroom_bytes
         aside_bytes = set_aside_now(words, self.slot, asked_bytes, lendable_bytes)
-        return max(0, self.room_bytes - headroom_bytes - aside_bytes)
+        left_bytes = self.room_bytes - headroom_bytes - aside_bytes
+        if (limit_bytes := self.limit_bytes) is not None:
+            mine = [w.pool_at(s) for s in live_pools(words)]
+            mine = [at for at in mine if words[at + w.P_INSTANCE] == self.slot]
+            left_bytes = min(left_bytes, limit_bytes - sum(words[at + w.P_CHARGE] for at in mine))
+        return max(0, left_bytes)
 
     # ---- being woken, and the end ----
 

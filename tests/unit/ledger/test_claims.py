@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kvtide.errors import LedgerError, UsageError
-from kvtide.ledger import Granted, Ledger, PoolFigures, holdings
+from kvtide.ledger import Granted, Ledger, PoolFigures, Refusal, holdings
 from kvtide.ledger.explaining import explain
 from kvtide.units import MIB
 from ledger_world import TOTAL, enroll, spec
@@ -31,6 +31,23 @@ def test_headroom_is_nobodys(ledger):
     assert a.grant(TOTAL - 16 * MIB) == Granted(TOTAL - 16 * MIB)
     assert b.grant(1).reason == "budget"
     assert ledger.snapshot().free_bytes == 0
+
+
+def test_what_can_be_obtained_is_what_a_grant_finds(ledger):
+    """Room in the budget is no promise: headroom, the own limit and who waits come first."""
+    a, mine = enroll(ledger, "a", headroom_bytes=16 * MIB)
+    b, others = enroll(ledger, "b")
+    assert isinstance(mine.grant(20 * MIB), Granted)
+    assert isinstance(others.grant(10 * MIB), Granted)
+    everything = ledger.snapshot().budget_bytes - 30 * MIB
+    assert a.room_bytes == everything
+    assert a.obtainable_bytes(64 * MIB) == everything - 16 * MIB
+    ledger.set_limit("a", 24 * MIB)
+    assert a.obtainable_bytes(64 * MIB) == 4 * MIB
+    assert b.obtainable_bytes(64 * MIB) == everything - 16 * MIB
+    ledger.set_limit("a", 8 * MIB)
+    assert a.obtainable_bytes(64 * MIB) == 0
+    assert isinstance(mine.grant(2 * MIB), Refusal)
 
 
 def test_raised_headroom_takes_idle_memory_and_never_running(ledger):

@@ -1,11 +1,11 @@
-"""How much of a pool could be backed: now, and in any state of the ledger."""
+"""How much of a pool could be backed in any state of the ledger."""
 
 from __future__ import annotations
 
 from kvtide.pool import Geometry
 from kvtide.ranks.seat import Seat
 
-__all__ = ["bytes_of_first", "left_bytes", "most_blocks"]
+__all__ = ["bytes_of_first", "most_blocks"]
 
 
 def bytes_of_first(geometry: Geometry, blocks: int) -> int:
@@ -31,14 +31,3 @@ def most_blocks(geometry: Geometry, seat: Seat, ranks_on_device: int) -> int:
         else:
             high = middle - 1
     return low
-
-
-def left_bytes(seat: Seat) -> int:
-    """What an instance could be granted now, as far as anybody can tell without asking."""
-    snapshot, key = seat.ledger.snapshot(), seat.instance.key
-    left = snapshot.budget_bytes - snapshot.charged_bytes
-    limit_bytes = seat.instance.limit_bytes
-    if limit_bytes is not None:
-        charged = sum(i.charged_bytes for i in snapshot.instances if i.key == key)
-        left = min(left, limit_bytes - charged)
-    return max(0, left)

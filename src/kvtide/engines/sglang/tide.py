@@ -9,7 +9,7 @@ from typing import Any
 from kvtide.engines.sglang.agreement import Agreement
 from kvtide.engines.sglang.assembly import Rank, parts_of, slots_of
 from kvtide.engines.sglang.devices import order_with
-from kvtide.engines.sglang.fitting import left_bytes, most_blocks
+from kvtide.engines.sglang.fitting import most_blocks
 from kvtide.engines.sglang.memory import SlotMemory
 from kvtide.engines.sglang.need import Load, Need, read_load, states_per_request
 from kvtide.engines.sglang.overdue import Overdue, end_request
@@ -250,7 +250,9 @@ class Tide:
         growable = 0
         if wanted and memory.hidden:
             block_bytes = memory.part.geometry.block_bytes * self._sharers
-            growable = min(memory.hidden, left_bytes(memory.part.seat) // block_bytes)
+            instance = memory.part.seat.instance
+            obtainable_bytes = instance.obtainable_bytes(memory.hidden * block_bytes)
+            growable = min(memory.hidden, obtainable_bytes // block_bytes)
         if self._agreement.size > 1:
             (growable,) = self._agreement.smallest([growable])
         self.growable = growable * self._scheduler.page_size
