@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
 import random
 from array import array
 from pathlib import Path
@@ -229,3 +231,40 @@ def test_states_of_one_layer_or_several_and_parts_of_no_size() -> None:
         assert len(geometry.strips) == 2 * layers
         assert geometry.block_bytes == layers * (256 + 16) * 2 * 2
         assert len(offsets) == 3
+
+
+class Chosen(Exception):  # noqa: N818 - where a round of SGLang's would go on
+    """The part of a round that a test is about is over."""
+
+
+def test_an_idle_engine_pays_a_refund_that_found_the_ledger_busy(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes no other change that would pay it, and its neighbours lack that memory."""
+    from kvtide.engines.sglang import tide as tide_module
+
+    memory, alarms = world.memory, []
+    before = world.ledger.snapshot().charged_bytes
+    assert world.ensure(3000)
+    tide = tide_module.Tide.__new__(tide_module.Tide)
+    tide.memories, tide._scheduler = {"full": memory}, SimpleNamespace(is_fully_idle=lambda: True)
+    tide._sleeper = SimpleNamespace(watch=SimpleNamespace(alarm=alarms.append))
+    tide._agreement = None
+    lock = os.open(world.ledger.path, os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    memory.give_free()
+    tide.idle()
+    os.close(lock)
+    assert world.ledger.snapshot().charged_bytes > before
+    assert alarms, "nothing would ever make it pay"
+
+    def chosen(*_: object) -> None:
+        raise Chosen
+
+    monkeypatch.setattr(tide_module, "read_load", chosen)
+    with pytest.raises(Chosen):
+        tide.begin(None)
+    assert world.ledger.snapshot().charged_bytes == before
+    alarms.clear()
+    tide.idle()
+    assert not alarms
