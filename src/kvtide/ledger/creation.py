@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import time
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,7 @@ __all__ = [
     "read_spec",
     "settle",
     "spec_of",
+    "wait_begun",
     "why_unreadable",
     "why_unusable",
 ]
@@ -29,6 +31,8 @@ __all__ = [
 # Without O_NONBLOCK a pipe in its place would keep a reader waiting for ever.
 _FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAX_SPEC_BYTES: Final = (1 << 62) - 1
+_BEGUN_S: Final = 0.05
+_NAP_S: Final = 200e-6
 
 
 def open_description(path: Path, *, create: bool = False, write: bool = True) -> int:
@@ -61,6 +65,15 @@ def open_description(path: Path, *, create: bool = False, write: bool = True) ->
         os.close(fd)
         raise LedgerError(f"the ledger {path} {what}")
     return fd
+
+
+def wait_begun(fd: int) -> None:
+    """An empty file is one that somebody has created a moment ago and is about to lock and make a
+    ledger of: wait until that has begun, at most 50 ms.
+    """
+    until = time.monotonic() + _BEGUN_S
+    while os.fstat(fd).st_size == 0 and time.monotonic() < until:
+        time.sleep(_NAP_S)
 
 
 def _check_spec(spec: DeviceSpec) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvtide.errors import LedgerBusyError, LedgerError
 from kvtide.ledger import layout as w
-from kvtide.ledger.creation import open_description, settle, why_unusable
+from kvtide.ledger.creation import open_description, settle, wait_begun, why_unusable
 from kvtide.ledger.damage import damage, is_out_of_bounds
 from kvtide.ledger.directory import check_directory, is_shared, prepare_directory
 from kvtide.ledger.lease import drop_lease, is_leased, take_lease
@@ -115,6 +115,8 @@ class LedgerFile:
         fd = open_description(path, create=spec is not None)
         lock = ChangeLock(fd)
         try:
+            if spec is None:
+                wait_begun(fd)
             if not lock.acquire(_OPENING_S):
                 raise LedgerBusyError(_busy(path, _holder_in(fd)))
             try:

@@ -12,11 +12,12 @@ from typing import Final
 
 from kvtide.errors import LedgerBusyError, LedgerError
 from kvtide.ledger import layout as w
-from kvtide.ledger.creation import open_description, spec_of, why_unreadable
+from kvtide.ledger.creation import open_description, spec_of, wait_begun, why_unreadable
 from kvtide.ledger.damage import damage
 from kvtide.ledger.directory import check_directory
 from kvtide.ledger.holdings import headroom_of, is_silent
 from kvtide.ledger.lease import is_leased
+from kvtide.ledger.lock import ChangeLock
 from kvtide.ledger.policy import backed_mins
 from kvtide.ledger.records import (
     NON_KV_SOURCES,
@@ -37,6 +38,7 @@ _FIGURE_TRIES: Final = 10
 _SHORT_NAPS: Final = 30
 _NAP_S: Final = 100e-6
 _LONG_NAP_S: Final = 1e-3
+_MAKING_S: Final = 1.0
 _STANDS_AFTER: Final = 60  # tries, so as many milliseconds
 
 
@@ -169,7 +171,7 @@ def _figures(words: memoryview, at: int) -> PoolFigures:
 
 
 class Observer:
-    """A ledger opened for reading alone: takes no lock, changes nothing."""
+    """A ledger opened for reading alone: changes nothing, and waits for nobody but its maker."""
 
     def __init__(self, path: Path) -> None:
         """Open and validate.
@@ -181,7 +183,11 @@ class Observer:
         """
         check_directory(path.parent)
         self._fd = open_description(path, write=False)
-        why = why_unreadable(self._fd)
+        try:
+            why = why_unreadable(self._fd) and self._why_for_good()
+        except BaseException:
+            os.close(self._fd)
+            raise
         if why is not None:
             os.close(self._fd)
             raise LedgerError(f"the ledger {path} cannot be read: {why}")
@@ -193,6 +199,14 @@ class Observer:
         self._raw = memoryview(self._map)
         self._words = self._raw.cast("q")
         self.path = path
+
+    def _why_for_good(self) -> str | None:
+        """Why it cannot be read once nobody is at making it, who holds its lock meanwhile."""
+        wait_begun(self._fd)
+        lock = ChangeLock(self._fd)
+        if lock.acquire(_MAKING_S):
+            lock.release()
+        return why_unreadable(self._fd)
 
     def snapshot(self) -> Snapshot:
         """The ledger at one moment.

@@ -2,6 +2,7 @@ import os
 import shutil
 import signal
 import struct
+import threading
 import time
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from kvtide.errors import LedgerBusyError, LedgerError
 from kvtide.ledger import Granted, Ledger, Refusal
 from kvtide.ledger import layout as w
+from kvtide.ledger.creation import settle
+from kvtide.ledger.lock import ChangeLock
 from kvtide.units import MIB
 from ledger_world import TOTAL, Member, enroll, spec, until
 
@@ -298,3 +301,42 @@ def test_a_full_filesystem_is_told_when_the_file_is_made(directory, monkeypatch)
         Ledger.open(directory, spec())
     monkeypatch.undo()
     Ledger.open(directory, spec()).close()
+
+
+def half_made(path, *, empty):
+    """A ledger that somebody is about to make, or makes: its lock is held; what ends that."""
+    path.parent.mkdir(mode=0o700)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    lock = ChangeLock(fd)
+    if not empty:
+        assert lock.acquire()
+        os.truncate(fd, w.FILE_BYTES)
+
+    def finish():
+        if empty:
+            assert lock.acquire()
+        settle(fd, path, spec())
+        lock.release()
+        os.close(fd)
+
+    return finish
+
+
+@pytest.mark.parametrize("empty", [True, False], ids=["before its lock", "under it"])
+@pytest.mark.parametrize("look", [Ledger.read, Ledger.attach], ids=["who reads", "who changes"])
+def test_who_looks_at_a_ledger_that_is_being_made_sees_it_whole(directory, look, empty):
+    path = directory / "host.ledger"
+    later = threading.Timer(0.02, half_made(path, empty=empty))
+    later.start()
+    try:
+        found = look(path)
+    finally:
+        later.join()
+    assert found.snapshot().charged_bytes == 0
+    found.close()
+
+
+def test_an_empty_file_that_nobody_makes_a_ledger_of_is_told_soon(directory):
+    half_made(directory / "host.ledger", empty=True)
+    with pytest.raises(LedgerError, match=r"cut short \(0 bytes\)"):
+        Ledger.read(directory / "host.ledger")
