@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from kvtide.bench.machine import machine
 from kvtide.ledger import DeviceSpec, Ledger
 from kvtide.pool import Pool, Run
-from kvtide.ranks.elastic import ElasticMemory
+from kvtide.ranks.growing import GrowingMemory
 from kvtide.ranks.ranks import Ranks
 from kvtide.ranks.seat import Seat
 from kvtide.units import GIB, MIB
@@ -46,7 +46,7 @@ def measure(count: int, call_seconds: float, repeats: int, directory: Path) -> d
     processes = [RankProcess(ledger, instance.key, rank, conduct) for rank in range(count)]
     ranks = Ranks([process.member(ledger) for process in processes])
     circulation = Blocks(blocks)
-    memory = ElasticMemory(
+    memory = GrowingMemory(
         {uuid: Seat(ledger, instance)},
         ranks,
         Pool([layers(blocks, GRANULE, 1)], 2 * MIB),

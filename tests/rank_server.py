@@ -8,7 +8,7 @@ import time
 from kvtide.device.census import used_bytes
 from kvtide.ledger import DeviceSpec, Ledger
 from kvtide.pool import Pool, Run
-from kvtide.ranks.elastic import ElasticMemory
+from kvtide.ranks.growing import GrowingMemory
 from kvtide.ranks.ranks import Ranks
 from kvtide.ranks.seat import Seat
 from kvtide.units import MIB
@@ -36,7 +36,7 @@ class Server:
         self.ranks = Ranks([p.member(self.ledger) for p in self.processes])
         self.pool = Pool([GEOMETRY], 16 * MIB)
         self.blocks = Blocks(100)
-        self.memory = ElasticMemory(
+        self.memory = GrowingMemory(
             {self.uuid: Seat(self.ledger, self.instance)},
             self.ranks,
             self.pool,

@@ -17,12 +17,13 @@ import numpy as np
 from faulty import FaultyDevice
 from kvtide.ledger import Account, DeviceSpec, Ledger, State
 from kvtide.pool import FreeBlocks, Geometry, Pool, Reclaim, Run, Strip
-from kvtide.ranks.elastic import ElasticMemory, Seat
 from kvtide.ranks.endpoint import Endpoint
+from kvtide.ranks.growing import GrowingMemory
 from kvtide.ranks.links import DirectLink, Link
 from kvtide.ranks.memory import RankMemory
 from kvtide.ranks.messages import Answer, Order
 from kvtide.ranks.ranks import Member, Ranks
+from kvtide.ranks.seat import Seat
 from paper_device import GRANULE, PaperDevice, PaperMemory
 from pool_invariants import assert_circulation, assert_mapped_at, assert_pool, assert_quiet
 
@@ -217,7 +218,7 @@ class Engine:
         ]
         self.pool = Pool(geometries, cap_bytes)
         self.blocks = Blocks(self.pool.blocks_total)
-        self.memory: ElasticMemory[Block] = ElasticMemory(
+        self.memory: GrowingMemory[Block] = GrowingMemory(
             seats,
             Ranks(members, clock=self.clock),
             self.pool,

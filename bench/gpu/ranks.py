@@ -32,8 +32,8 @@ from kvtide.engines.seats import spec_of
 from kvtide.ledger import Ledger
 from kvtide.memory.extents import cap_for
 from kvtide.pool import Geometry, Pool, Run
-from kvtide.ranks.elastic import ElasticMemory
 from kvtide.ranks.endpoint import Endpoint
+from kvtide.ranks.growing import GrowingMemory
 from kvtide.ranks.links import SocketLink
 from kvtide.ranks.memory import RankMemory
 from kvtide.ranks.messages import decode_description
@@ -121,7 +121,7 @@ def measure(
     size = first.granularity_bytes
     cap = cap_for(first.device_bytes)
     geometry = geometry_of(blocks, layers, size)
-    memory = ElasticMemory(
+    memory = GrowingMemory(
         seats, ranks, Pool([geometry], cap), SimpleCirculation(geometry.blocks_total), cap
     )
     memory.adopt([[Run(offset // size, length // size) for offset, length in first.extents]])

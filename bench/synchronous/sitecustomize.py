@@ -31,8 +31,8 @@ def save() -> None:
     path.write_text(json.dumps(counts))
 
 
-def patch_elastic(module: Any) -> None:
-    memory = module.ElasticMemory
+def patch_growing(module: Any) -> None:
+    memory = module.GrowingMemory
     grow_for = memory.grow_for
 
     def counted(self: Any, blocks: int, desired: int) -> bool:
@@ -152,7 +152,7 @@ def patch_introduction(module: Any) -> None:
 
 
 PATCHES = {
-    "kvtide.ranks.elastic": patch_elastic,
+    "kvtide.ranks.growing": patch_growing,
     "kvtide.ranks.ranks": patch_ranks,
     "kvtide.ranks.links": patch_links,
     "kvtide.engines.vllm.worker": patch_worker,

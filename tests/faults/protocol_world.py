@@ -19,8 +19,8 @@ from kvtide.memory import Arena, Span
 from kvtide.observe.tallies import sweep
 from kvtide.observe.tally import tallies_of
 from kvtide.pool import Pool, Run
-from kvtide.ranks.elastic import ElasticMemory
 from kvtide.ranks.endpoint import Endpoint
+from kvtide.ranks.growing import GrowingMemory
 from kvtide.ranks.links import DirectLink
 from kvtide.ranks.memory import RankMemory
 from kvtide.ranks.ranks import Member, Ranks
@@ -210,7 +210,7 @@ def engine(world: World) -> Callable[[], None]:
         endpoint.back_null_block()
         member = Member(0, 0, world.uuid, ledger.account(account.key), DirectLink(endpoint))
         blocks = Blocks(GRANULES)
-        memory: ElasticMemory = ElasticMemory(
+        memory: GrowingMemory = GrowingMemory(
             {world.uuid: seat}, Ranks([member]), Pool([geometry], 8 * GRANULE), blocks, 8 * GRANULE
         )
         memory.adopt([[Run(0, 1)]])

@@ -19,11 +19,12 @@ from kvtide.memory.extents import cap_for
 from kvtide.observe.tally import Owner
 from kvtide.pool import FreeBlocks, Geometry, Pool, Strip
 from kvtide.pool.plans import Run
-from kvtide.ranks.elastic import ElasticMemory, Seat
 from kvtide.ranks.endpoint import Endpoint
+from kvtide.ranks.growing import GrowingMemory
 from kvtide.ranks.links import DirectLink
 from kvtide.ranks.memory import RankMemory
 from kvtide.ranks.ranks import Member, Ranks
+from kvtide.ranks.seat import Seat
 from kvtide.settings import Settings
 
 __all__ = ["Rig", "SimpleBlock", "open_rig", "strips_of"]
@@ -59,7 +60,7 @@ class SimpleCirculation:
 class Rig:
     """Elastic memory, its blocks, what is under it, and the file that its rank counts in."""
 
-    memory: ElasticMemory[SimpleBlock]
+    memory: GrowingMemory[SimpleBlock]
     circulation: SimpleCirculation
     rank: RankMemory
     tally: Path
@@ -98,7 +99,7 @@ def open_rig(device: Device, blocks_total: int, strips: Sequence[Strip]) -> Iter
         circulation = SimpleCirculation(blocks_total)
         cap_bytes = cap_for(info.total_bytes)
         members = [Member(0, 0, info.uuid, account, DirectLink(endpoint))]
-        memory = ElasticMemory(
+        memory = GrowingMemory(
             {info.uuid: seat}, Ranks(members), Pool([geometry], cap_bytes), circulation, cap_bytes
         )
         size = info.granularity_bytes

@@ -13,7 +13,7 @@ from kvtide.errors import KvtideError, LedgerError
 from kvtide.ledger import DeviceSpec, Instance, Ledger
 from kvtide.observe.tallies import sweep
 from kvtide.observe.tally import tallies_of
-from kvtide.ranks.elastic import Seat
+from kvtide.ranks.seat import Seat
 from kvtide.settings import Settings
 from kvtide.units import MIB
 

@@ -1,4 +1,4 @@
-"""The elastic memory of one engine: when it grows, when it gives back, what it tells others.
+"""The elastic memory of one engine: what it has, when it gives back, what it tells others.
 
 Used by the engine's scheduler, on its own thread. Between two calls of `settle` the engine's count
 of free blocks only changes by its own doing, so what it has checked it can have.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from kvtide.ledger import Refusal, State
+from kvtide.ledger import State
 from kvtide.memory.extents import ahead_bytes
 from kvtide.observe.tally import Cause, Kind
 from kvtide.pool import Block, Growth, Pool, Standing
@@ -18,21 +18,18 @@ from kvtide.pool.plans import Run
 from kvtide.ranks.changes import Changes, Circulation
 from kvtide.ranks.figures import Figures
 from kvtide.ranks.giving import Giving
-from kvtide.ranks.journal import Journal, refusal_cause
+from kvtide.ranks.journal import Journal
 from kvtide.ranks.patience import Backoff, Surplus
 from kvtide.ranks.ranks import Ranks
-from kvtide.ranks.seat import Seat, Wish
+from kvtide.ranks.seat import Seat
 
-__all__ = ["Circulation", "ElasticMemory", "Seat"]
+__all__ = ["Circulation", "ElasticMemory"]
 
 B = TypeVar("B", bound=Block)
 
-# Every block there may ever be is backed, or what is left cannot be.
-_NOTHING_LEFT: Final = Refusal("budget", 0, 0, sample_is_stale=False)
-
 
 class ElasticMemory(Generic[B]):
-    """Pool, ranks and ledger of one engine, moved together.
+    """Pool, ranks and ledger of one engine, moved together. How it grows is up to who derives.
 
     Parameters
     ----------
@@ -49,8 +46,6 @@ class ElasticMemory(Generic[B]):
 
     Attributes
     ----------
-    refusals
-        Growths for what the engine missed that could not be had.
     trim_soon
         The engine asks to have what holds nothing given back at the next step.
     """
@@ -73,8 +68,6 @@ class ElasticMemory(Generic[B]):
         self.journal = Journal(seats, ranks.members, self._block_bytes)
         self.changes = Changes(ranks, pool, circulation, self.journal)
         self.giving = Giving(seats, ranks, pool, circulation, self.changes, clock)
-        self._wish = Wish(seats)
-        self.changes.came = self._came
         self._clock = clock
         self._granule = pool.shapes[0].granularity_bytes
         self._cap_bytes = extent_cap_bytes
@@ -83,7 +76,6 @@ class ElasticMemory(Generic[B]):
         self._surplus = Surplus()
         self._state: State | None = None
         self.trim_soon = False
-        self.refusals = 0
 
     def adopt(self, runs_of_shape: Sequence[Sequence[Run]]) -> None:
         """Take over what the ranks have mapped already, for block 0: the null block."""
@@ -124,137 +116,13 @@ class ElasticMemory(Generic[B]):
         return self.changes.coming_count
 
     @property
-    def wishing(self) -> bool:
-        """Whether a growth was refused that nothing but others' memory could serve."""
-        return self._wish.made
-
-    # Growth ------------------------------------------------------------------------------------
-
-    def grow(self, blocks: int) -> bool:
-        """Have at least so many more blocks come, and some ahead; False when it was refused."""
-        refusal = self._try_ahead(blocks)
-        if refusal is not None and refusal.sample_is_stale and not self.ranks.pending:
-            # Others' memory is not asked for before it is known that there is no other.
-            self.ranks.sample(len(self.pool.shapes))
-            if self.ranks.direct:
-                self.settle()
-                refusal = self._try_ahead(blocks)
-        return refusal is None
-
-    def _try_ahead(self, blocks: int) -> Refusal | None:
-        """Grow ahead by what that takes, or by these blocks alone; the last refusal."""
-        refusal = _NOTHING_LEFT
-        for wanted in (max(blocks, self._ahead_blocks), blocks):
-            growths = self.pool.plan_growth(wanted)
-            if growths is not None:
-                refused = self._grow(growths, Cause.AHEAD)
-                if refused is None:
-                    return None
-                refusal = refused
-            if wanted == blocks:
-                break
-        return refusal
-
-    def grow_for(self, blocks: int, desired: int) -> bool:
-        """Have `desired` more blocks come, or at least the `blocks` without which nothing goes on.
-
-        If even these are refused, a wish for the desired ones is registered; not so where no more
-        can ever come.
-
-        Returns
-        -------
-        bool
-            Whether some are coming.
-        """
-        if self.growing:
-            return True
-        wish = self.pool.plan_growth(max(blocks, desired))
-        if wish is None:
-            # Every block there may ever be is backed: the engine has to make do with them.
-            self.end_wish()
-            return False
-        refusal, least = self._grow(wish, Cause.NEED), None
-        if refusal is not None and desired > blocks:
-            least = self.pool.plan_growth(blocks)
-            # None where all that is left is stuck in a device, or being undone.
-            if least is not None:
-                refusal = self._grow(least, Cause.NEED)
-        if refusal is None:
-            return True
-        self.refusals += 1
-        self.journal.note(
-            Kind.MISS, refusal_cause(refusal), [blocks * b for b in self._block_bytes]
-        )
-        self._wish_for(wish, least or wish)
-        if refusal.sample_is_stale and not self.ranks.pending:
-            self.ranks.sample(len(self.pool.shapes))
-        return False
-
-    def wish_ahead(self, blocks: int, least_blocks: int) -> None:
-        """Ask others for what they can spare before it is missed: these blocks, and some ahead.
-
-        `least_blocks` are those without which the next step has to do with less; with 0 the wish
-        holds nobody up.
-        """
-        wish = self.bytes_to_grow(max(blocks, self._ahead_blocks))
-        least = dict.fromkeys(self.seats, 0)
-        if least_blocks > 0:
-            least = self.bytes_to_grow(min(blocks, least_blocks))
-        if wish and least:
-            self._wish.make(wish, least)
-
-    def bytes_to_grow(self, blocks: int) -> dict[str, int]:
-        """What so many more blocks would take of each device; nothing where no more can come."""
-        growths = self.pool.plan_growth(blocks)
-        return {} if growths is None else self._of_devices(growths)
+    def ahead_blocks(self) -> int:
+        """Blocks that are worth having beyond what is needed, by what is mapped."""
+        return ahead_bytes(self.pool.mapped_bytes, self._cap_bytes) // sum(self._block_bytes)
 
     def hurry(self) -> None:
         """Something was freed: a device that had no memory for a grant may have it now."""
         self._backoff.hurry()
-
-    @property
-    def _ahead_blocks(self) -> int:
-        return ahead_bytes(self.pool.mapped_bytes, self._cap_bytes) // sum(self._block_bytes)
-
-    def _grow(self, growths: list[Growth], cause: int) -> Refusal | None:
-        if not self._backoff.ready(self._clock()):
-            return Refusal("budget", asked_bytes=0, available_bytes=0, sample_is_stale=False)
-        bytes_of_shape = [g.granules * self._granule for g in growths]
-        refusal = self.ranks.grant(bytes_of_shape)
-        if refusal is not None:
-            self.journal.note(Kind.REFUSE, refusal_cause(refusal), bytes_of_shape)
-            return refusal
-        before = self.changes.refused
-        self.changes.grow(growths, cause)
-        self._surplus.forget()
-        if self.ranks.direct:
-            self.settle()
-            if self.changes.refused != before:
-                return Refusal("budget", sum(bytes_of_shape), 0, sample_is_stale=False)
-        return None
-
-    def _came(self, growths: Sequence[Growth]) -> None:
-        self._wish.came(self._of_devices(growths))
-
-    def _wish_for(self, growths: list[Growth], least: list[Growth]) -> None:
-        of_device = self._of_devices(growths)
-        self._wish.make(of_device, self._of_devices(least))
-        self.journal.waits(of_device)
-
-    def _of_devices(self, growths: Sequence[Growth]) -> dict[str, int]:
-        of_device = dict.fromkeys(self.seats, 0)
-        for m in self.ranks.members:
-            of_device[m.device_uuid] += growths[m.shape].granules * self._granule
-        return of_device
-
-    def wait_until(self, until_ns: int) -> None:
-        """Tell observers when the waiting ends, in monotonic time; 0: never."""
-        self._wish.until_ns = until_ns
-
-    def end_wish(self) -> None:
-        """What was wished for is no longer needed, or has come."""
-        self._wish.end()
-        self.journal.resumes()
 
     # Giving back -------------------------------------------------------------------------------
 
@@ -304,11 +172,11 @@ class ElasticMemory(Generic[B]):
         """
         unused = self._surplus.see(self.circulation.free.count, self._clock())
         # Less than the next growth ahead would bring back is not worth its way.
-        spare = unused - self._ahead_blocks
-        if spare < self._ahead_blocks:
+        spare = unused - self.ahead_blocks
+        if spare < self.ahead_blocks:
             return False
         spare = min(spare, self.circulation.free.count - needed())
-        if spare < self._ahead_blocks or not self._gone(self.giving.surplus(spare)):
+        if spare < self.ahead_blocks or not self._gone(self.giving.surplus(spare)):
             return False
         self._surplus.forget()
         return True

@@ -414,7 +414,7 @@ def test_what_is_under_way_is_not_wished_for(
     driver = Driver(engine, monkeypatch, room - 4, room + 2)
     driver.step(asks=False)
     wished = engine.memory.seats["paper-0"].instance.wish_bytes // GRANULE
-    ahead = engine.memory._ahead_blocks
+    ahead = engine.memory.ahead_blocks
     assert 0 < wished <= max(6, ahead)
 
 

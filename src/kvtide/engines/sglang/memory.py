@@ -169,7 +169,7 @@ class SlotMemory(ElasticMemory[Any]):
 
     def attempts(self, blocks: int) -> list[int]:
         """How many blocks to try to have for so many missing: some ahead first."""
-        generous = min(self._ahead_blocks, self.hidden)
+        generous = min(self.ahead_blocks, self.hidden)
         return [generous, blocks] if generous > blocks else [blocks]
 
     def try_growth(self, blocks: int) -> Reclaim | None:

@@ -14,7 +14,7 @@ from kvtide.pool import FreeBlocks
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from kvtide.ranks.elastic import ElasticMemory
+    from kvtide.ranks.growing import GrowingMemory
 
 __all__ = ["ElasticBlockPool"]
 
@@ -26,7 +26,7 @@ class ElasticBlockPool(BlockPool):
     """
 
     free: FreeBlocks[KVCacheBlock]
-    memory: ElasticMemory[KVCacheBlock]
+    memory: GrowingMemory[KVCacheBlock]
 
     @classmethod
     def adopt(cls, pool: BlockPool) -> ElasticBlockPool:

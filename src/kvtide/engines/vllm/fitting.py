@@ -11,7 +11,8 @@ from kvtide.engines import family
 from kvtide.engines.vllm.eras import read_layout
 from kvtide.errors import NeverFitsError
 from kvtide.pool import Geometry
-from kvtide.ranks.elastic import ElasticMemory, Seat
+from kvtide.ranks.growing import GrowingMemory
+from kvtide.ranks.seat import Seat
 from kvtide.settings import Settings
 from kvtide.sizing.capacity import host_capacity
 from kvtide.units import GIB, MIB, format_size
@@ -111,7 +112,7 @@ def _at_least(size_bytes: int) -> str:
     return f"{-(-size_bytes // MIB)}MiB"
 
 
-def fits_regrouped(memory: ElasticMemory[Any], blocks: int, missing: int) -> bool:
+def fits_regrouped(memory: GrowingMemory[Any], blocks: int, missing: int) -> bool:
     """Whether so many blocks would fit into what an engine holds and may have now, side by side,
     and the `missing` ones do not fit into what it may have beside those that it has."""
     shapes, more = memory.pool.shapes, memory.bytes_to_grow(missing)
@@ -129,7 +130,7 @@ def fits_regrouped(memory: ElasticMemory[Any], blocks: int, missing: int) -> boo
     return apart
 
 
-def why_never(memory: ElasticMemory[Any], blocks: int) -> str | None:
+def why_never(memory: GrowingMemory[Any], blocks: int) -> str | None:
     """Why an engine can never hold so many blocks beside block 0; None if it can.
 
     Its limit may be lower now than when it started.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtide.ledger.explaining import explain
-from kvtide.ranks.elastic import ElasticMemory
+from kvtide.ranks.growing import GrowingMemory
 from kvtide.ranks.seat import Seat
 
 __all__ = ["Overdue"]
@@ -27,7 +27,7 @@ class Overdue:
 
     def __init__(
         self,
-        memory: ElasticMemory[Any],
+        memory: GrowingMemory[Any],
         deadline_seconds: float | None,
         *,
         clock: Callable[[], float] = time.monotonic,

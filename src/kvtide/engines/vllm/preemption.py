@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from kvtide.pool.victims import Candidate, choose_victims
-from kvtide.ranks.elastic import ElasticMemory
+from kvtide.ranks.growing import GrowingMemory
 
 __all__ = ["Preemption"]
 
@@ -66,7 +66,7 @@ class Preemption:
     takes it. Steps in flight may still touch it: ranks unmap behind them.
     """
 
-    def __init__(self, scheduler: Any, memory: ElasticMemory[Any]) -> None:
+    def __init__(self, scheduler: Any, memory: GrowingMemory[Any]) -> None:
         self._scheduler = scheduler
         self._memory = memory
         self._era = era_of(scheduler)

@@ -19,11 +19,12 @@ from kvtide.ledger import Ledger, State
 from kvtide.memory.extents import cap_for
 from kvtide.pool import Geometry, Pool, Strip
 from kvtide.pool.plans import Run
-from kvtide.ranks.elastic import ElasticMemory, Seat
 from kvtide.ranks.endpoint import endpoint_of
+from kvtide.ranks.growing import GrowingMemory
 from kvtide.ranks.links import DirectLink, Link, SocketLink
 from kvtide.ranks.messages import Description
 from kvtide.ranks.ranks import Member, Ranks
+from kvtide.ranks.seat import Seat
 from kvtide.ranks.sockets import SchedulerSocket
 from kvtide.ranks.watch import Watch
 from kvtide.settings import Settings
@@ -312,7 +313,7 @@ class Tide:
 
 def _connect(
     descriptions: tuple[Description, ...], circulation: ElasticBlockPool
-) -> ElasticMemory[Any]:
+) -> GrowingMemory[Any]:
     """Elastic memory over the ranks that introduced themselves, with what they have mapped."""
     assert descriptions
     geometries: list[Geometry] = []
@@ -330,7 +331,7 @@ def _connect(
         members.append(Member(d.rank, shape, d.device_uuid, account, _link(d), d.pid))
     cap_bytes = cap_for(min(d.device_bytes for d in descriptions))
     pool = Pool(geometries, cap_bytes)
-    memory = ElasticMemory(seats, Ranks(members), pool, circulation, cap_bytes)
+    memory = GrowingMemory(seats, Ranks(members), pool, circulation, cap_bytes)
     first = {geometries[m.shape]: d for m, d in zip(members, descriptions, strict=True)}
     memory.adopt(
         [
