@@ -192,9 +192,9 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_memory():
     body = (
         "handle = device.create(4 * MIB)\n"
         "address = device.reserve(4 * MIB); device.map(address, handle)\n"
-        "child = os.fork()\n"
-        "if child == 0: time.sleep(60)\n"
-        "print(child, flush=True); sys.stdin.read()\n"
+        # The child says so itself: only then has it let go of what it does not inherit.
+        "if os.fork() == 0: print(os.getpid(), flush=True); time.sleep(60)\n"
+        "sys.stdin.read()\n"
     )
     process = run_child(body, uuid, str(TOTAL))
     orphan = int(process.stdout.readline())
