@@ -373,6 +373,7 @@ class Engine:
         assert_pool(self.pool)
         free, blocks = self.blocks.free_ids(), self.blocks
         assert_circulation(self.pool, free, blocks.cached, blocks.live)
+        assert (self.memory.coming_count > 0) == self.memory.growing
         handed = [0, *free, *blocks.cached, *blocks.live]
         for rank in self.ranks:
             assert_mapped_at(rank.memory.arena, rank.geometry, handed)
@@ -383,6 +384,7 @@ class Engine:
     def check_quiet(self) -> None:
         """When nothing is under way."""
         self.check()
+        assert self.memory.coming_count == 0
         for member, rank in zip(self.memory.ranks.members, self.ranks, strict=True):
             shape = self.pool.shapes[member.shape]
             counted = counted_bytes(rank.account)
