@@ -24,6 +24,7 @@ B = TypeVar("B", bound=Block)
 
 # Every block there may ever be is backed, or what is left cannot be.
 _NOTHING_LEFT: Final = Refusal("budget", 0, 0, sample_is_stale=False)
+_SPARE_SHARE: Final = 8
 
 
 class GrowingMemory(ElasticMemory[B]):
@@ -50,6 +51,10 @@ class GrowingMemory(ElasticMemory[B]):
         self._wish = Wish(seats)
         self.changes.came = self._came
         self.refusals = 0
+        # Bytes that a block takes of each device.
+        self._of_block = dict.fromkeys(seats, 0)
+        for member in ranks.members:
+            self._of_block[member.device_uuid] += self._block_bytes[member.shape]
 
     @property
     def wishing(self) -> bool:
@@ -128,6 +133,19 @@ class GrowingMemory(ElasticMemory[B]):
             least = self.bytes_to_grow(min(blocks, least_blocks))
         if wish and least:
             self._wish.make(wish, least)
+
+    def grow_spare(self, blocks: int, spare: int) -> None:
+        """Have some come that nobody needs yet: up to so many, of which `spare` are there, and at
+        most an eighth of what could be had. For as little as is grown ahead anyway it is not done.
+        """
+        each = self._of_block
+        for uuid, seat in self.seats.items():
+            room = seat.instance.obtainable_bytes(blocks * each[uuid]) // each[uuid]
+            blocks = min(blocks, (room + spare) // _SPARE_SHARE)
+        if blocks - spare >= self.ahead_blocks:
+            growths = self.pool.plan_growth(blocks - spare)
+            if growths is not None:
+                self._grow(growths, Cause.AHEAD)
 
     def bytes_to_grow(self, blocks: int) -> dict[str, int]:
         """What so many more blocks would take of each device; nothing where no more can come."""

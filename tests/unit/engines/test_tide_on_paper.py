@@ -65,6 +65,8 @@ class Driver:
             blocks=lambda: near,
             heads=lambda: [head],
             least=lambda tokens: near,
+            batch_blocks=0,
+            several_wait=lambda: False,
         )
         self.running: list[object] = []
         self.requests = True
@@ -478,3 +480,49 @@ def test_requests_that_come_do_not_ask_again_for_what_was_refused_a_moment_ago(
     driver.tide.came_free()
     driver.step(asks=False)
     assert len(asked) > refused
+
+
+@pytest.mark.parametrize(
+    ("several", "direct", "spare"),
+    [(True, False, 100), (False, False, 0), (True, True, 0)],
+    ids=["one after the other", "a single one", "where memory comes at once"],
+)
+def test_where_requests_come_one_after_the_other_a_steps_worth_is_there_before_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several: bool, direct: bool, spare: int
+) -> None:
+    """What other processes map is a step late: those that come meanwhile would wait for theirs."""
+    _, engine = engine_of(tmp_path, layers(2048, GRANULE, 1), direct=direct, total=2048)
+    driver = Driver(engine, monkeypatch, 10, 10)
+    need = driver.tide._need
+    need.batch_blocks, need.several_wait = 100, lambda: several
+    driver.tide.begin()
+    # With what is known to be needed: a begin later others would have come already.
+    assert engine.memory.coming_count + engine.blocks.free.count - 10 >= spare
+    for _ in range(4):
+        driver.step(asks=False)
+    ahead = engine.memory.ahead_blocks
+    assert spare <= engine.blocks.free.count - 10 <= spare + ahead
+    driver.requests = False
+    need.several_wait, need.ahead = (lambda: False), (lambda: Ahead(0, 0))
+    driver.step(asks=False)
+    driver.sleep()
+    for _ in range(3):
+        driver.step(asks=False)
+    assert engine.mapped_bytes()[0] == GRANULE
+
+
+def test_what_nobody_needs_yet_is_an_eighth_of_what_is_free_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, engine = engine_of(tmp_path, layers(2048, GRANULE, 1), direct=False, total=400)
+    other = world.engine([(0, layers(2048, GRANULE, 1))], direct=True)
+    driver = Driver(engine, monkeypatch, 10, 10)
+    driver.tide._need.batch_blocks = 1000
+    driver.tide._need.several_wait = lambda: True
+    driver.step(asks=False)
+    free = engine.memory.seats["paper-0"].instance.room_bytes // GRANULE
+    for _ in range(20):
+        driver.step(asks=False)
+    assert free / 16 < engine.blocks.free.count - 10 < free / 2
+    assert other.memory.grow_for(free // 2, free // 2), "it was taken from who needs it"
+    assert not engine.memory.wishing

@@ -41,6 +41,8 @@ class Need:
         self._groups = [
             self._read(g.kv_cache_spec) for g in scheduler.kv_cache_config.kv_cache_groups
         ]
+        # Blocks of the prompts that one step can take up.
+        self.batch_blocks = self._for_more(0, self._batch_tokens)
 
     def _read(self, spec: Any) -> _Group:
         # Group specs of several kinds wrap those of their layers, which agree in what matters here.
@@ -78,6 +80,10 @@ class Need:
     def heads(self) -> list[Any]:
         """The requests at the heads of the queues."""
         return [request for queue in self._queues() for request in islice(queue, 1)]
+
+    def several_wait(self) -> bool:
+        """Whether two requests or more wait."""
+        return len(list(islice(chain(*self._queues()), 2))) == 2
 
     def least(self, tokens: int) -> int:
         """Blocks without which no request of so many tokens can run, all groups together."""

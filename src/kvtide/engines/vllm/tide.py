@@ -137,6 +137,8 @@ class Tide:
         elif time.monotonic() >= self._ahead_at and not (self._pressed and memory.growing):
             # Who owes lets what is under way come first: meanwhile nothing can be given.
             self._grow_ahead()
+            if not memory.ranks.direct and self._need.several_wait():
+                self._grow_spare()
         self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
 
     def _far_blocks(self) -> int:
@@ -197,6 +199,13 @@ class Tide:
         if far > there:
             self._wishes_ahead = True
             memory.wish_ahead(far - there, max(0, near - there))
+
+    def _grow_spare(self) -> None:
+        """More requests may be about to come, and what ranks elsewhere map is a step late: have
+        what one step can take up of them there before, where memory is free."""
+        spare = self._free_soon - self._far_blocks()
+        if spare >= 0:
+            self.memory.grow_spare(self._need.batch_blocks, spare)
 
     def _owes(self) -> bool:
         """Whether to look what others may have: what has come free since they called is theirs."""
