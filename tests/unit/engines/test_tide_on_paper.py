@@ -526,3 +526,31 @@ def test_what_nobody_needs_yet_is_an_eighth_of_what_is_free_at_most(
     assert free / 16 < engine.blocks.free.count - 10 < free / 2
     assert other.memory.grow_for(free // 2, free // 2), "it was taken from who needs it"
     assert not engine.memory.wishing
+
+
+def test_what_is_there_for_those_who_come_is_not_given_back_to_be_grown_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several wait for something else than memory, for many seconds."""
+    _, engine = engine_of(tmp_path, layers(2048, GRANULE, 1), direct=False, total=2048)
+    driver = Driver(engine, monkeypatch, 10, 10)
+    driver.tide._need.batch_blocks, driver.tide._need.several_wait = 100, lambda: True
+    driver.running.append(object())
+    changes: list[str] = []
+    for name in ("grow", "shrink"):
+        original = getattr(engine.memory.changes, name)
+
+        def noted(*args: Any, _name: str = name, _call: Any = original, **kwargs: Any) -> Any:
+            changes.append(_name)
+            return _call(*args, **kwargs)
+
+        monkeypatch.setattr(engine.memory.changes, name, noted)
+    for _ in range(600):
+        driver.step(asks=False, scheduled=1)
+        engine.clock.now += 0.02
+    assert "shrink" not in changes, changes
+    driver.tide._need.several_wait = lambda: False
+    for _ in range(600):
+        driver.step(asks=False, scheduled=1)
+        engine.clock.now += 0.02
+    assert changes.count("shrink") == 1, "what nobody comes for is kept"

@@ -127,7 +127,7 @@ class Tide:
         if memory.trim_soon or (called and idle):
             self._lingered = not memory.trim() and not memory.pending
         elif not idle:
-            memory.give_surplus(self._far_blocks)
+            memory.give_surplus(self._wanted_blocks)
         if self._pressed or self._owes():
             memory.show(State.RUNNING)
             self._give()
@@ -137,12 +137,16 @@ class Tide:
         elif time.monotonic() >= self._ahead_at and not (self._pressed and memory.growing):
             # Who owes lets what is under way come first: meanwhile nothing can be given.
             self._grow_ahead()
-            if not memory.ranks.direct and self._need.several_wait():
-                self._grow_spare()
+            self._grow_spare()
         self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
 
-    def _far_blocks(self) -> int:
-        return self._ahead()[1]
+    def _wanted_blocks(self) -> int:
+        return self._ahead()[1] + self._for_those_who_come()
+
+    def _for_those_who_come(self) -> int:
+        """Blocks that are worth having for requests that are not there yet."""
+        several_come = not self.memory.ranks.direct and self._need.several_wait()
+        return self._need.batch_blocks if several_come else 0
 
     def _ahead(self) -> tuple[int, int]:
         """Blocks for the next step and for some, with what vLLM's watermark wants left free.
@@ -203,9 +207,10 @@ class Tide:
     def _grow_spare(self) -> None:
         """More requests may be about to come, and what ranks elsewhere map is a step late: have
         what one step can take up of them there before, where memory is free."""
-        spare = self._free_soon - self._far_blocks()
-        if spare >= 0:
-            self.memory.grow_spare(self._need.batch_blocks, spare)
+        if blocks := self._for_those_who_come():
+            spare = self._free_soon - self._ahead()[1]
+            if spare >= 0:
+                self.memory.grow_spare(blocks, spare)
 
     def _owes(self) -> bool:
         """Whether to look what others may have: what has come free since they called is theirs."""
