@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from kvtide.engines.vllm.foresight import Foresight
     from kvtide.engines.vllm.need import Ahead
     from kvtide.engines.vllm.tide import Tide
 
@@ -54,31 +55,32 @@ def tide_that_needs(near: int, far: int, *, free: int, cached: int = 0) -> Any:
     tide.memory = Memory()
     tide.memory.free_count = free + cached
     tide._pool = SimpleNamespace(free=SimpleNamespace(count=free))
-    tide._need = SimpleNamespace(ahead=lambda: Ahead(near, far))
+    tide._need = SimpleNamespace(ahead=lambda: Ahead(near, far), several_wait=lambda: False)
     tide._overdue = SimpleNamespace(forget=lambda: None)
     tide._scheduler = SimpleNamespace(running=[object()], has_unfinished_requests=lambda: True)
     tide.watch = SimpleNamespace(search=lambda wishing: None)
-    tide._shortfall, tide._ahead_at, tide._far_at, tide._watermark = 0, 0.0, 0.0, 0.0
+    tide._shortfall, tide._missed_at = 0, 0.0
+    tide._foresight = Foresight(tide._scheduler, tide.memory, tide._pool.free, tide._need, 0.0)
     return tide
 
 
 def test_what_coming_steps_lack_is_wished_for_before_a_request_has_to_be_preempted() -> None:
     tide = tide_that_needs(20, 50, free=3, cached=5)
-    tide._grow_ahead()
+    tide._foresight.grow()
     tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
     assert tide.memory.wished_ahead == [(42, 12)]
     assert tide.memory.wishing, "a step that missed nothing ended a wish for the next ones"
 
     tide.came_free()
     tide.memory.has = 50
-    tide._grow_ahead()
+    tide._foresight.grow()
     tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
     assert not tide.memory.wishing, "it has come, and is still wished for"
 
 
 def test_a_cache_of_its_own_goes_before_that_of_others() -> None:
     tide = tide_that_needs(20, 20, free=3, cached=17)
-    tide._grow_ahead()
+    tide._foresight.grow()
     tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
     assert tide.memory.wished_ahead == []
     assert not tide.memory.wishing
@@ -88,7 +90,7 @@ def test_memory_comes_for_some_steps_at_once() -> None:
     """What others give, or other processes map, is there a step or two later."""
     tide = tide_that_needs(20, 60, free=3)
     tide.memory.has = 60
-    tide._grow_ahead()
+    tide._foresight.grow()
     assert tide.memory.grown == [57]
     assert tide.memory.wished_ahead == []
 
@@ -98,11 +100,11 @@ def test_a_first_step_waits_for_its_own_memory_alone() -> None:
     tide = tide_that_needs(20, 60, free=3)
     tide._scheduler.running = []
     tide.memory.has = 60
-    tide._grow_ahead()
+    tide._foresight.grow()
     assert tide.memory.grown == [17]
     tide._scheduler.running = [object()]
     tide._pool.free.count = tide.memory.free_count = 20
-    tide._grow_ahead()
+    tide._foresight.grow()
     assert tide.memory.grown == [17, 40]
     assert tide.memory.wished_ahead == []
 
@@ -110,7 +112,7 @@ def test_a_first_step_waits_for_its_own_memory_alone() -> None:
 def test_where_a_first_step_finds_none_all_is_wished_for_at_once() -> None:
     tide = tide_that_needs(20, 60, free=3)
     tide._scheduler.running = []
-    tide._grow_ahead()
+    tide._foresight.grow()
     assert tide.memory.grown == [17], "the same was asked for twice"
     assert tide.memory.wished_ahead == [(57, 17)]
 
@@ -120,23 +122,23 @@ def test_other_processes_map_for_some_steps_before_the_first_one_too() -> None:
     tide._scheduler.running = []
     tide.memory.ranks.direct = False
     tide.memory.has = 60
-    tide._grow_ahead()
+    tide._foresight.grow()
     assert tide.memory.grown == [57]
 
 
 def test_where_there_is_not_so_much_the_next_step_is_seen_to_and_the_rest_is_wished_for() -> None:
     tide = tide_that_needs(20, 60, free=3)
     tide.memory.has = 20
-    tide._grow_ahead()
+    tide._foresight.grow()
     assert tide.memory.grown == [57, 17]
     assert tide.memory.wished_ahead == [(57, 17)]
     tide._pool.free.count = tide.memory.free_count = 20
-    tide._grow_ahead()
+    tide._foresight.grow()
     tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
     assert tide.memory.grown == [57, 17], "what was refused is not asked again in each step"
     assert tide.memory.wishing, "nor is its wish given up"
     tide._pool.free.count = tide.memory.free_count = 60
-    tide._grow_ahead()
+    tide._foresight.grow()
     tide.end(SimpleNamespace(total_num_scheduled_tokens=1))
     assert not tide.memory.wishing
 

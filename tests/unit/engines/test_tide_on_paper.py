@@ -20,7 +20,9 @@ from ranks_world import GRANULE, Engine, World, layers
 pytest.importorskip("vllm")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from kvtide.engines.vllm import foresight as foresight_module
     from kvtide.engines.vllm import tide as tide_module
+    from kvtide.engines.vllm.foresight import Foresight
     from kvtide.engines.vllm.need import Ahead
     from kvtide.engines.vllm.tide import Tide
 
@@ -52,7 +54,8 @@ class Driver:
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch, near: int, far: int
     ) -> None:
         self.engine, self.clock = engine, engine.memory._clock
-        monkeypatch.setattr(tide_module, "time", SimpleNamespace(monotonic=self.clock))
+        for module in (tide_module, foresight_module):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
         tide: Any = Tide.__new__(Tide)
         self.tide, blocks = tide, engine.blocks
         tide.memory = engine.memory
@@ -75,15 +78,16 @@ class Driver:
         )
         tide._manager = SimpleNamespace(watermark_blocks=0)
         tide._watermark = 0.0
+        tide._foresight = Foresight(tide._scheduler, engine.memory, blocks.free, tide._need, 0.0)
         tide._preemption = SimpleNamespace(serve=lambda: False)
         tide._overdue = SimpleNamespace(
             forget=lambda: None, find=lambda heads: {}, left_seconds=1e9
         )
         tide.watch = Watch()
         tide.hopeless, tide.asleep = {}, False
-        tide._pressed = tide._wishes_ahead = tide._lingered = tide._refused = False
+        tide._pressed = tide._lingered = tide._refused = False
         tide._shortfall, tide._probe_seconds = 0, 0.25
-        tide._owing_at = tide._ahead_at = tide._far_at = tide._missed_at = 0.0
+        tide._owing_at = tide._missed_at = 0.0
         self._coordinator = SimpleNamespace(get_num_blocks_to_allocate=lambda: near)
         tide._measure_allocations(self._coordinator)
 
@@ -377,7 +381,7 @@ def test_a_watermark_takes_what_it_takes_and_no_more(
 ) -> None:
     _, engine = engine_of(tmp_path, layers(2048, GRANULE, 1), total=2100)
     driver = Driver(engine, monkeypatch, 4, 8)
-    driver.tide._watermark = share
+    driver.tide._watermark = driver.tide._foresight._watermark = share
     take(engine, 4)
     driver.running.append(object())
     for _ in range(100):

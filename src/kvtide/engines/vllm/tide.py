@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 from kvtide.engines.vllm import introduction
 from kvtide.engines.vllm.blocks import ElasticBlockPool
 from kvtide.engines.vllm.fitting import fits_regrouped, why_never
+from kvtide.engines.vllm.foresight import Foresight
 from kvtide.engines.vllm.need import Need
 from kvtide.engines.vllm.overdue import Overdue
 from kvtide.engines.vllm.preemption import Preemption
@@ -58,6 +58,9 @@ class Tide:
         self.memory = _connect(descriptions, self._pool)
         self._pool.memory = self.memory
         self._need = Need(scheduler)
+        self._foresight = Foresight(
+            scheduler, self.memory, self._pool.free, self._need, self._watermark
+        )
         self._preemption = Preemption(scheduler, self.memory)
         self._overdue = Overdue(self.memory, Settings.from_environ().wait_deadline)
         self._shortfall = 0
@@ -69,12 +72,9 @@ class Tide:
         self.hopeless: dict[str, str] = {}
         self.asleep = False
         self._pressed = False
-        self._wishes_ahead = False
         self._owing_at = 0.0
         self._probe_seconds = _PROBE_SECONDS
-        # Before these moments no further try, unless something was freed: to grow ahead of need,
-        # and to have what was missed.
-        self._ahead_at = self._far_at = 0.0
+        # Before this moment no further try to have what was missed, unless something was freed.
         self._missed_at = 0.0
         self._roused = threading.Event()
         wakers = [seat.instance.waker() for seat in self.memory.seats.values()]
@@ -119,7 +119,8 @@ class Tide:
             memory.settle()
         if called:
             self.watch.called = False
-            self._ahead_at = self._far_at = self._missed_at = 0.0
+            self._missed_at = 0.0
+            self._foresight.hurry()
             self._pressed = True
             memory.hurry()
         idle = not self._scheduler.has_unfinished_requests()
@@ -127,90 +128,17 @@ class Tide:
         if memory.trim_soon or (called and idle):
             self._lingered = not memory.trim() and not memory.pending
         elif not idle:
-            memory.give_surplus(self._wanted_blocks)
+            memory.give_surplus(self._foresight.wanted_blocks)
         if self._pressed or self._owes():
             memory.show(State.RUNNING)
             self._give()
         self.asleep = False
         if idle:
-            self._wishes_ahead = False
-        elif time.monotonic() >= self._ahead_at and not (self._pressed and memory.growing):
+            self._foresight.wishes = False
+        elif not (self._pressed and memory.growing):
             # Who owes lets what is under way come first: meanwhile nothing can be given.
-            self._grow_ahead()
-            self._grow_spare()
+            self._foresight.grow()
         self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
-
-    def _wanted_blocks(self) -> int:
-        return self._ahead()[1] + self._for_those_who_come()
-
-    def _for_those_who_come(self) -> int:
-        """Blocks that are worth having for requests that are not there yet."""
-        several_come = not self.memory.ranks.direct and self._need.several_wait()
-        return self._need.batch_blocks if several_come else 0
-
-    def _ahead(self) -> tuple[int, int]:
-        """Blocks for the next step and for some, with what vLLM's watermark wants left free.
-
-        That is a share of all that is usable once it has come, and counts where another request is
-        admitted beside those that run.
-        """
-        near, far = self._need.ahead()
-        if self._watermark and self._scheduler.running and self._need.heads():
-            near, far = self._above_watermark(near), self._above_watermark(far)
-        return near, far
-
-    @property
-    def _free_soon(self) -> int:
-        """Blocks that are free, and those that are under way."""
-        return self._pool.free.count + self.memory.coming_count
-
-    def _above_watermark(self, blocks: int) -> int:
-        """How many have to be free so that so many may be taken: what comes raises it as well."""
-        pool, free, share = self.memory.pool, self._free_soon, self._watermark
-        usable = pool.usable_count + self.memory.coming_count
-        more = math.ceil((blocks - free + share * usable) / (1 - share))
-        return max(blocks, free + min(more, pool.blocks_total - usable))
-
-    def _grow_ahead(self) -> None:
-        """Have what the coming steps need; where none is left, ask for it before it is missed.
-
-        Some steps' prompts at once: what others have to give up, or other processes to map, is not
-        there before the next step, and prompts would wait for it at every step. A first step waits
-        for its own alone where that comes at once: the rest comes while it computes.
-        """
-        memory, now = self.memory, time.monotonic()
-        near, far = self._ahead()
-        if far <= self._free_soon:
-            self._wishes_ahead = False
-            return
-        lacking = near - self._free_soon
-        refused = False
-        if memory.ranks.direct and not self._scheduler.running:
-            if lacking <= 0 or memory.grow(lacking):
-                return
-            refused = True
-        if now >= self._far_at:
-            self._wishes_ahead = False
-            if not refused and memory.grow(far - self._free_soon):
-                return
-            self._far_at = now + _PROBE_SECONDS
-        elif lacking <= 0:
-            return
-        if lacking > 0 and (refused or not memory.grow(lacking)):
-            self._ahead_at = now + _PROBE_SECONDS
-        # A cache of one's own goes before that of others, and what is under way does too.
-        there = memory.free_count + memory.coming_count
-        if far > there:
-            self._wishes_ahead = True
-            memory.wish_ahead(far - there, max(0, near - there))
-
-    def _grow_spare(self) -> None:
-        """More requests may be about to come, and what ranks elsewhere map is a step late: have
-        what one step can take up of them there before, where memory is free."""
-        if blocks := self._for_those_who_come():
-            spare = self._free_soon - self._ahead()[1]
-            if spare >= 0:
-                self.memory.grow_spare(blocks, spare)
 
     def _owes(self) -> bool:
         """Whether to look what others may have: what has come free since they called is theirs."""
@@ -244,7 +172,7 @@ class Tide:
                     self._missed_at = time.monotonic() + self._probe_seconds
             regroups = self._refused and self._regroup(output)
         else:
-            if not self._wishes_ahead:
+            if not self._foresight.wishes:
                 memory.end_wish()
             self._overdue.forget()
             self._probe_seconds = _PROBE_SECONDS
@@ -317,7 +245,8 @@ class Tide:
     def came_free(self) -> None:
         """Requests ended before their time: what was refused may be had now."""
         self.asleep = False
-        self._ahead_at = self._far_at = self._missed_at = 0.0
+        self._missed_at = 0.0
+        self._foresight.hurry()
 
     def close(self) -> None:
         """End the watch and let go of the ranks."""
