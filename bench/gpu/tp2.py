@@ -1,6 +1,7 @@
 """One engine over several ranks: kvtide against native in interleaved pairs, and what goes wrong.
 
-    python bench/gpu/tp2.py [--tp 2] [--pairs 5]         8B shape, on GPUs; about 5 minutes
+    python bench/gpu/tp2.py [--tp 2] [--pairs 5] [--second-native]
+                                                         8B shape, on GPUs; 5 to 7 minutes
     python bench/gpu/tp2.py --tp 1                       on one
     python bench/gpu/tp2.py --cpu [--tp 2] [--pairs 2]   tiny, without one
 
@@ -139,11 +140,9 @@ class Servers:
         began = time.monotonic()
         batches = [[server] for server in self.compared.values()]
         if not self.options.cpu:
-            batches = [self._compiling, [*self.compared.values(), self.neighbour]]
-            if self.options.compiled:
-                del batches[0]
-            if self.options.compile:
-                del batches[1]
+            measured = [*self.compared.values(), self.neighbour]
+            batches = [] if self.options.compiled else [self._compiling]
+            batches += [] if self.options.compile else [measured]
         for batch in batches:
             for server in batch:
                 server.start()
@@ -363,8 +362,9 @@ def main() -> int:
     parser.add_argument(
         "--second-native", action="store_true", help="how far do two native servers differ?"
     )
-    parser.add_argument("--compile", action="store_true", help="fill vLLM's cache, and end")
-    parser.add_argument("--compiled", action="store_true", help="all is in vLLM's cache already")
+    once = parser.add_mutually_exclusive_group()
+    once.add_argument("--compile", action="store_true", help="fill vLLM's cache, and end")
+    once.add_argument("--compiled", action="store_true", help="all is in vLLM's cache already")
     parser.add_argument("--models", type=Path, help="where they lie: vLLM's cache goes by it")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--after", type=Path, help="begin to measure once this file is there")

@@ -6,6 +6,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -183,19 +184,17 @@ class Observer:
         """
         check_directory(path.parent)
         self._fd = open_description(path, write=False)
-        try:
+        with ExitStack() as undo:
+            undo.callback(os.close, self._fd)
             why = why_unreadable(self._fd) and self._why_for_good()
-        except BaseException:
-            os.close(self._fd)
-            raise
-        if why is not None:
-            os.close(self._fd)
-            raise LedgerError(f"the ledger {path} cannot be read: {why}")
-        try:
-            self._map = mmap.mmap(self._fd, w.FILE_BYTES, prot=mmap.PROT_READ)
-        except OSError as error:
-            os.close(self._fd)
-            raise LedgerError(f"the ledger {path} cannot be mapped: {error.strerror}") from error
+            if why is not None:
+                raise LedgerError(f"the ledger {path} cannot be read: {why}")
+            try:
+                self._map = mmap.mmap(self._fd, w.FILE_BYTES, prot=mmap.PROT_READ)
+            except OSError as error:
+                message = f"the ledger {path} cannot be mapped: {error.strerror}"
+                raise LedgerError(message) from error
+            undo.pop_all()
         self._raw = memoryview(self._map)
         self._words = self._raw.cast("q")
         self.path = path

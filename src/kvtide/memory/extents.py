@@ -56,7 +56,7 @@ def ahead_bytes(mapped_bytes: int, cap_bytes: int) -> int:
     """What is worth having mapped beyond what is needed, where so much is mapped.
 
     A twentieth of it, of which the engine's next steps take little, at least 32 MiB or the largest
-    extent and at most 512 MiB: of blocks taken one by one fewer than one in a hundred grows.
+    extent and at most 512 MiB: of 10,000 blocks of 2 MiB taken one by one fewer than 100 grow.
     """
     share_bytes = min(mapped_bytes // _AHEAD_SHARE, MAX_EXTENT_BYTES)
     return max(share_bytes, min(_AHEAD_LEAST_BYTES, cap_bytes))

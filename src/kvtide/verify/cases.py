@@ -146,7 +146,7 @@ def _options(bench: Bench, model: Model, length: int = MAX_MODEL_LEN) -> Options
         max_model_len=length,
         tp=bench.tp,
         kv_bytes=given,
-        more=bench.flags,
+        flags=bench.flags,
     )
 
 
@@ -226,7 +226,7 @@ def _pair(model: Model, *, tp: int | None = None, mixed: bool = False) -> Callab
         kind, python = bench.kind, bench.python
         if mixed and bench.other is not None:
             kind, python = bench.other
-            options = replace(options, more=())
+            options = replace(options, flags=())
         second = site.server(kind, model, "b", options, python=python)
         record = run_pair(site, [("a", first), ("b", second)], bench.say)
         return Seen(record, [*judge_pair(record, exact=model.exact), _device_empty(site)])

@@ -52,7 +52,7 @@ class Options:
     ----------
     kv_bytes
         Size of the KV cache where that is given; else it is the engine's share of the device.
-    more
+    flags
         Further flags of the engine, as somebody wrote them: they come last, and win.
     """
 
@@ -62,7 +62,7 @@ class Options:
     tp: int = 1
     kv_bytes: int | None = None
     sleep_mode: bool = False
-    more: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
 
 
 class Server:

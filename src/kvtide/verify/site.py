@@ -118,7 +118,7 @@ class Site:
         return kind(
             model.path,
             log=log,
-            arguments=[*kind.flags(options, model.path), *options.more],
+            arguments=[*kind.flags(options, model.path), *options.flags],
             environ=temporary | kind.environ_for(options, self.backend) | own | self._extra,
             **given,
         )

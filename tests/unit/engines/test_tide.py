@@ -28,7 +28,7 @@ class Memory:
         self.asked: list[tuple[int, int]] = []
         self.wished_ahead: list[tuple[int, int]] = []
         self.free_count = self.coming_count = 0
-        self.wishing = self.pending = self.growing = False
+        self.wishing = self.pending = False
 
     def grow_for(self, blocks: int, desired: int) -> bool:
         self.asked.append((blocks, desired))

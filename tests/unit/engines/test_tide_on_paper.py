@@ -77,7 +77,6 @@ class Driver:
             running=self.running, has_unfinished_requests=lambda: self.requests
         )
         tide._manager = SimpleNamespace(watermark_blocks=0)
-        tide._watermark = 0.0
         tide._foresight = Foresight(tide._scheduler, engine.memory, blocks.free, tide._need, 0.0)
         tide._preemption = SimpleNamespace(serve=lambda: False)
         tide._overdue = SimpleNamespace(
@@ -118,6 +117,20 @@ def engine_of(
 ) -> tuple[World, Engine]:
     world = World(tmp_path, total_bytes=total * GRANULE)
     return world, world.engine([(0, geometry)], direct=direct)
+
+
+def changes_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the changes that an engine begins from now on."""
+    changes: list[str] = []
+    for name in ("grow", "shrink"):
+        original = getattr(engine.memory.changes, name)
+
+        def noted(*args: Any, _name: str = name, _call: Any = original, **kwargs: Any) -> Any:
+            changes.append(_name)
+            return _call(*args, **kwargs)
+
+        monkeypatch.setattr(engine.memory.changes, name, noted)
+    return changes
 
 
 def take(engine: Engine, blocks: int) -> Sequence[int]:
@@ -281,16 +294,7 @@ def test_what_coming_steps_need_is_not_given_back_before_it_is_grown_again(
     _, engine = engine_of(tmp_path, layers(512, GRANULE, 1), total=512)
     driver = Driver(engine, monkeypatch, 250, 250)
     driver.running.append(object())
-    changes: list[str] = []
-    memory = engine.memory
-    for name in ("grow", "shrink"):
-        original = getattr(memory.changes, name)
-
-        def noted(*args: Any, _name: str = name, _call: Any = original, **kwargs: Any) -> Any:
-            changes.append(_name)
-            return _call(*args, **kwargs)
-
-        monkeypatch.setattr(memory.changes, name, noted)
+    changes = changes_of(engine, monkeypatch)
     held: list[list[int]] = []
     for _ in range(600):
         driver.step(asks=False, scheduled=1)
@@ -381,7 +385,7 @@ def test_a_watermark_takes_what_it_takes_and_no_more(
 ) -> None:
     _, engine = engine_of(tmp_path, layers(2048, GRANULE, 1), total=2100)
     driver = Driver(engine, monkeypatch, 4, 8)
-    driver.tide._watermark = driver.tide._foresight._watermark = share
+    driver.tide._foresight.watermark = share
     take(engine, 4)
     driver.running.append(object())
     for _ in range(100):
@@ -540,15 +544,7 @@ def test_what_is_there_for_those_who_come_is_not_given_back_to_be_grown_again(
     driver = Driver(engine, monkeypatch, 10, 10)
     driver.tide._need.batch_blocks, driver.tide._need.several_wait = 100, lambda: True
     driver.running.append(object())
-    changes: list[str] = []
-    for name in ("grow", "shrink"):
-        original = getattr(engine.memory.changes, name)
-
-        def noted(*args: Any, _name: str = name, _call: Any = original, **kwargs: Any) -> Any:
-            changes.append(_name)
-            return _call(*args, **kwargs)
-
-        monkeypatch.setattr(engine.memory.changes, name, noted)
+    changes = changes_of(engine, monkeypatch)
     for _ in range(600):
         driver.step(asks=False, scheduled=1)
         engine.clock.now += 0.02

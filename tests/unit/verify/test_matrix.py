@@ -377,7 +377,7 @@ def test_the_flags_are_for_the_engine_alone_and_not_for_the_other_one(tmp_path, 
 
     def site_of(self, size_bytes, **_):
         def server(kind, model, name, options, **_):
-            given[kind.engine, name] = options.more
+            given[kind.engine, name] = options.flags
 
         return SimpleNamespace(server=server, left_bytes=lambda: 0)
 

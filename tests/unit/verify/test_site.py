@@ -64,7 +64,7 @@ def test_a_server_has_the_sites_devices_only_under_kvtide(tmp_path, site):
 def test_flags_that_somebody_gave_come_last(tmp_path, site):
     model = Model("m", tmp_path, "float32")
     for native in (True, False):
-        options = Options("float32", 128, more=("--dtype", "bfloat16"))
+        options = Options("float32", 128, flags=("--dtype", "bfloat16"))
         command = site.server(Server, model, "a", options, native=native)._command
         assert command[-2:] == ["--dtype", "bfloat16"]
 

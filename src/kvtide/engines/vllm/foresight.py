@@ -32,6 +32,8 @@ class Foresight:
 
     Attributes
     ----------
+    watermark
+        As it was given.
     wishes
         Whether something is wished for that no step has missed.
     """
@@ -48,7 +50,7 @@ class Foresight:
         self._memory = memory
         self._free = free
         self._need = need
-        self._watermark = watermark
+        self.watermark = watermark
         self.wishes = False
         # Before these moments no further try, unless something was freed: to have what the next
         # step needs, and what some do.
@@ -65,8 +67,9 @@ class Foresight:
     def grow(self) -> None:
         """Before a step: have what the coming ones need, and some for requests yet to come."""
         if time.monotonic() >= self._near_at:
-            self._grow_ahead()
-            self._grow_spare()
+            near, far = self._ahead()
+            self._grow_ahead(near, far)
+            self._grow_spare(far)
 
     def _ahead(self) -> tuple[int, int]:
         """Blocks for the next step and for some, with what vLLM's watermark wants left free.
@@ -75,7 +78,7 @@ class Foresight:
         admitted beside those that run.
         """
         near, far = self._need.ahead()
-        if self._watermark and self._scheduler.running and self._need.heads():
+        if self.watermark and self._scheduler.running and self._need.heads():
             near, far = self._above_watermark(near), self._above_watermark(far)
         return near, far
 
@@ -86,12 +89,12 @@ class Foresight:
 
     def _above_watermark(self, blocks: int) -> int:
         """How many have to be free so that so many may be taken: what comes raises it as well."""
-        pool, free, share = self._memory.pool, self._free_soon, self._watermark
+        pool, free, share = self._memory.pool, self._free_soon, self.watermark
         usable = pool.usable_count + self._memory.coming_count
         more = math.ceil((blocks - free + share * usable) / (1 - share))
         return max(blocks, free + min(more, pool.blocks_total - usable))
 
-    def _grow_ahead(self) -> None:
+    def _grow_ahead(self, near: int, far: int) -> None:
         """Have what the coming steps need; where none is left, ask for it before it is missed.
 
         Some steps' prompts at once: what others have to give up, or other processes to map, is not
@@ -99,7 +102,6 @@ class Foresight:
         for its own alone where that comes at once: the rest comes while it computes.
         """
         memory, now = self._memory, time.monotonic()
-        near, far = self._ahead()
         if far <= self._free_soon:
             self.wishes = False
             return
@@ -133,9 +135,8 @@ class Foresight:
         several_come = not self._memory.ranks.direct and self._need.several_wait()
         return self._need.batch_blocks if several_come else 0
 
-    def _grow_spare(self) -> None:
+    def _grow_spare(self, far: int) -> None:
         """Have that there before them, where memory is free."""
-        if blocks := self._for_those_who_come():
-            spare = self._free_soon - self._ahead()[1]
-            if spare >= 0:
-                self._memory.grow_spare(blocks, spare)
+        spare = self._free_soon - far
+        if spare >= 0 and (blocks := self._for_those_who_come()):
+            self._memory.grow_spare(blocks, spare)

@@ -53,14 +53,12 @@ class Tide:
         manager = scheduler.kv_cache_manager
         self._scheduler = scheduler
         self._manager = manager
-        self._watermark = manager.watermark_blocks / scheduler.kv_cache_config.num_blocks
+        watermark = manager.watermark_blocks / scheduler.kv_cache_config.num_blocks
         self._pool = ElasticBlockPool.adopt(manager.block_pool)
         self.memory = _connect(descriptions, self._pool)
         self._pool.memory = self.memory
         self._need = Need(scheduler)
-        self._foresight = Foresight(
-            scheduler, self.memory, self._pool.free, self._need, self._watermark
-        )
+        self._foresight = Foresight(scheduler, self.memory, self._pool.free, self._need, watermark)
         self._preemption = Preemption(scheduler, self.memory)
         self._overdue = Overdue(self.memory, Settings.from_environ().wait_deadline)
         self._shortfall = 0
@@ -119,8 +117,7 @@ class Tide:
             memory.settle()
         if called:
             self.watch.called = False
-            self._missed_at = 0.0
-            self._foresight.hurry()
+            self.came_free()
             self._pressed = True
             memory.hurry()
         idle = not self._scheduler.has_unfinished_requests()
@@ -138,7 +135,7 @@ class Tide:
         elif not (self._pressed and memory.growing):
             # Who owes lets what is under way come first: meanwhile nothing can be given.
             self._foresight.grow()
-        self._manager.watermark_blocks = int(self._watermark * memory.pool.usable_count)
+        self._manager.watermark_blocks = int(self._foresight.watermark * memory.pool.usable_count)
 
     def _owes(self) -> bool:
         """Whether to look what others may have: what has come free since they called is theirs."""
@@ -243,7 +240,7 @@ class Tide:
         self._missed_at = 0.0
 
     def came_free(self) -> None:
-        """Requests ended before their time: what was refused may be had now."""
+        """Requests ended before their time, or others gave: what was refused may be had now."""
         self.asleep = False
         self._missed_at = 0.0
         self._foresight.hurry()
