@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvtide.errors import LedgerError
 from kvtide.ledger import layout as w
 from kvtide.ledger.holdings import demands_now, headroom_now, set_aside_now, waiting
+from kvtide.ledger.policy import judge
 from kvtide.ledger.reading import STATES
 from kvtide.ledger.records import NON_KV_SOURCES, State
 from kvtide.ledger.retirement import live_pools
@@ -200,19 +201,21 @@ class Instance:
         return room_bytes
 
     def obtainable_bytes(self, asked_bytes: int) -> int:
-        """What a grant of so much would find: the room less headroom, and less what is left to who
-        comes first, within the limit. Without the lock: a grant may still be judged otherwise.
-        """
+        """What a grant of so much would find. Without the lock: it may be judged otherwise yet."""
         words = self._own_words()
+        budget_bytes: int = words[w.H_BUDGET]
         headroom_bytes = headroom_now(words)
-        lendable_bytes: int = words[w.H_BUDGET] - headroom_bytes
-        aside_bytes = set_aside_now(words, self.slot, asked_bytes, lendable_bytes)
-        left_bytes = self.room_bytes - headroom_bytes - aside_bytes
-        if (limit_bytes := self.limit_bytes) is not None:
-            mine = [w.pool_at(s) for s in live_pools(words)]
-            mine = [at for at in mine if words[at + w.P_INSTANCE] == self.slot]
-            left_bytes = min(left_bytes, limit_bytes - sum(words[at + w.P_CHARGE] for at in mine))
-        return max(0, left_bytes)
+        aside_bytes = set_aside_now(words, self.slot, asked_bytes, budget_bytes - headroom_bytes)
+        pools = [w.pool_at(slot) for slot in live_pools(words)]
+        mine = [at for at in pools if words[at + w.P_INSTANCE] == self.slot]
+        return judge(
+            asked_bytes,
+            budget_bytes=budget_bytes,
+            charged_bytes=sum(words[at + w.P_CHARGE] for at in pools),
+            limit_bytes=self.limit_bytes,
+            instance_charged_bytes=sum(words[at + w.P_CHARGE] for at in mine),
+            withheld_bytes=headroom_bytes + aside_bytes,
+        ).available_bytes
 
     # ---- being woken, and the end ----
 
