@@ -30,14 +30,20 @@ from typing import Any
 from drive import host_environ, ledgers, save, spread, table, wait_for_file
 from engine import config_of
 
+from kvtide.bench.pairs import paired_ratios
 from kvtide.bench.stream import Timing, closed_loop, open_loop
 from kvtide.units import GIB, MIB, parse_size
-from kvtide.verify.client import random_prompts
+from kvtide.verify.client import metric, random_prompts
 from kvtide.verify.models import VOCABULARY, ensure_model
 from kvtide.verify.servers import Server
 
 NAME = "m"
 SHARE = 0.8
+# What vLLM counts: a server that is slower had more steps, or longer ones.
+COUNTERS = {
+    "steps": "vllm:iteration_tokens_total_count",
+    "preemptions": "vllm:num_preemptions_total",
+}
 
 
 def make_model(directory: Path) -> Path:
@@ -53,14 +59,42 @@ def make_model(directory: Path) -> Path:
     return model
 
 
+def tpot_ms(timing: Timing, output: int) -> float:
+    """By tokens asked for: a busy server sends several in one piece."""
+    return timing.tpot_seconds * (timing.tokens - 1) / (output - 1) * 1e3
+
+
 def latencies(timings: Sequence[Timing], output: int) -> dict[str, dict[str, float]]:
-    """Milliseconds. TPOT is by tokens asked for: a busy server sends several in one piece."""
-    tpot = [t.tpot_seconds * (t.tokens - 1) / (output - 1) * 1e3 for t in timings]
-    return {"ttft_ms": spread([t.ttft_seconds * 1e3 for t in timings]), "tpot_ms": spread(tpot)}
+    """Milliseconds."""
+    return {
+        "ttft_ms": spread([t.ttft_seconds * 1e3 for t in timings]),
+        "tpot_ms": spread([tpot_ms(t, output) for t in timings]),
+    }
 
 
 def errors(timings: Sequence[Timing]) -> list[str]:
     return [t.error for t in timings if t.error is not None]
+
+
+def one_round(
+    url: str, prompts: Sequence[Sequence[int]], output: int, rate: float, seed: int
+) -> tuple[list[Timing], dict[str, float]]:
+    """Each request's times, and of the round the medians and what the server counted."""
+    before = {key: metric(url, counter) for key, counter in COUNTERS.items()}
+    timings = open_loop(url, NAME, prompts, output, rate, seed)
+    counted = {key: metric(url, counter) - before[key] for key, counter in COUNTERS.items()}
+    found = latencies([t for t in timings if t.error is None], output)
+    medians = {f"{figure[:4]}_p50_ms": of["p50"] for figure, of in found.items()}
+    return timings, {**medians, **counted}
+
+
+def by_rounds(rounds: Sequence[dict[str, Any]], name: str) -> dict[str, dict[str, float]]:
+    """The medians of each round, which has the same requests at the same moments, to native's."""
+    of = {who: [r for r in rounds if r["server"] == who] for who in (name, "native")}
+    return {
+        figure: paired_ratios([r[figure] for r in of[name]], [r[figure] for r in of["native"]])
+        for figure in ("ttft_p50_ms", "tpot_p50_ms", "steps")
+    }
 
 
 def show(results: dict[str, Any]) -> None:
@@ -90,6 +124,10 @@ def show(results: dict[str, Any]) -> None:
             ratios = [round(mine / native, 3) for mine, native in pairs]
             results["to_native"][name] = dict(zip(figures, ratios, strict=True))
             rows.append([f"{name} / native", "", "", *ratios, ""])
+            by_round = by_rounds(results["rounds"], name)
+            results["to_native"][name]["by round"] = by_round
+            for figure, ratio in by_round.items():
+                print(f"{name} / native by round, {figure}: {ratio}")
     print(f"{results['rate']:.1f} requests a second, {SHARE:.0%} of native's closed loop")
     table(rows)
 
@@ -159,6 +197,7 @@ def main() -> int:
             print(f"closed loop, {name}: {closed[name]} requests a second", flush=True)
         rate = SHARE * closed["native"]
         opened: dict[str, list[Timing]] = {name: [] for name in servers}
+        rounds: list[dict[str, Any]] = []
         results: dict[str, Any] = {
             "prompt_tokens": prompt,
             "output_tokens": output,
@@ -166,14 +205,16 @@ def main() -> int:
             "kv_bytes": kv_bytes,
             "closed_loop_per_s": closed,
             "rate": round(rate, 2),
+            "rounds": rounds,
         }
         for round_ in range(options.rounds):
             start = round_ % len(servers)
             order = list(servers)[start:] + list(servers)[:start]
             for name in order:
-                seed = 100 + round_
-                asked = random_prompts(seed, requests // options.rounds, prompt)
-                opened[name] += open_loop(servers[name].url, NAME, asked, output, rate, seed)
+                asked = random_prompts(100 + round_, requests // options.rounds, prompt)
+                timings, counted = one_round(servers[name].url, asked, output, rate, 100 + round_)
+                opened[name] += timings
+                rounds.append({"round": round_ + 1, "server": name, **counted})
             results["open_loop"] = {
                 name: {
                     "requests": len(timings),
