@@ -55,12 +55,12 @@ def one_round(
     same: dict[str, list[int]],
     paces: list[dict[str, Any]],
     *,
-    host: bool,
+    phases: list[tuple[str, int, int, int]],
 ) -> Rates:
     """Tokens a second of each engine in each phase; into `same` how many answers are native's,
     into `paces` what its steps were."""
     rates: Rates = {name: {} for name in names}
-    for number, (phase, requests, prompt, output) in enumerate(HOST_PHASES if host else PHASES):
+    for number, (phase, requests, prompt, output) in enumerate(phases):
         digests: dict[str, list[str]] = {}
         for name in names if round_ % 2 == 0 else reversed(names):
             seed = 100 * round_ + 10 * number
@@ -113,6 +113,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", "--pairs", type=int, default=5)
+    parser.add_argument("--long-rounds", type=int, help="the others are short; default: none is")
     parser.add_argument("--kvcached-rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=330, help="of all, the starts included")
     parser.add_argument("--kv", type=parse_size, default=40 * GIB, help="most KV cache of each")
@@ -185,8 +186,11 @@ def main() -> int:
                 print(f"{round_} rounds of {options.rounds}: no time for another", flush=True)
                 break
             names = [n for n in engines if n != "kvcached" or round_ < options.kvcached_rounds]
+            phases = HOST_PHASES if options.cpu else PHASES
+            if options.long_rounds is not None and round_ >= options.long_rounds:
+                phases = phases[:-1]
             try:
-                found = one_round(engines, names, round_, same, paces, host=options.cpu)
+                found = one_round(engines, names, round_, same, paces, phases=phases)
             except EngineEndedError as error:
                 print(error, flush=True)
                 if all(engines[name].alive() for name in ("native", "kvtide")):
@@ -194,8 +198,8 @@ def main() -> int:
                     continue
                 status = 1
                 break
-            for name, phases in found.items():
-                for phase, values in phases.items():
+            for name, told in found.items():
+                for phase, values in told.items():
                     rates[name].setdefault(phase, []).extend(values)
             longest = max(longest, time.monotonic() - round_began)
             results["ratios"] = ratios(rates)

@@ -211,6 +211,26 @@ def test_a_miss_preempts_no_more_than_natively(config: Any) -> None:
     assert elastic.answer_tokens == native.answer_tokens == [ANSWER_TOKENS] * REQUESTS
 
 
+def test_a_step_that_can_miss_nothing_is_not_looked_at_and_misses_nothing(config: Any) -> None:
+    """All requests of this load decode; towards their end more is needed than fits."""
+    with elastic_scheduler(config) as scheduler:
+        manager, tide = scheduler.kv_cache_manager, scheduler.tide
+        allocate, looked_at = manager.allocate_slots, {False: 0, True: 0}
+        missed = {False: 0, True: 0}
+
+        def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+            found = allocate(*args, **kwargs)
+            looked_at[tide.looks] += 1
+            missed[tide.looks] += found is None
+            return found
+
+        manager.allocate_slots = allocate_slots
+        serve(scheduler)
+    assert looked_at[False] > 500
+    assert missed[True] >= 10, "the cache was hardly outgrown"
+    assert missed[False] == 0
+
+
 def first_step_of_a_second(scheduler: Any) -> int:
     """In which step a long prompt is admitted that comes while another request runs."""
     init_none_hash(sha256)

@@ -86,6 +86,15 @@ def test_a_cache_of_its_own_goes_before_that_of_others() -> None:
     assert not tide.memory.wishing
 
 
+def test_what_suffices_whoever_decodes_is_not_counted_request_by_request() -> None:
+    tide = tide_that_needs(20, 60, free=8)
+    tide.memory.has = 60
+    tide._foresight.grow(8)
+    assert tide.memory.grown == []
+    tide._foresight.grow(9)
+    assert tide.memory.grown == [52]
+
+
 def test_memory_comes_for_some_steps_at_once() -> None:
     """What others give, or other processes map, is there a step or two later."""
     tide = tide_that_needs(20, 60, free=3)

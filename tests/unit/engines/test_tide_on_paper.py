@@ -65,6 +65,7 @@ class Driver:
         head = SimpleNamespace(request_id="r", num_tokens=1)
         tide._need = SimpleNamespace(
             ahead=lambda: Ahead(near, far),
+            most=lambda: None,
             blocks=lambda: near,
             heads=lambda: [head],
             least=lambda tokens: near,

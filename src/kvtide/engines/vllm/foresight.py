@@ -64,9 +64,14 @@ class Foresight:
         """Blocks that are worth having free."""
         return self._ahead()[1] + self._for_those_who_come()
 
-    def grow(self) -> None:
-        """Before a step: have what the coming ones need, and some for requests yet to come."""
-        if time.monotonic() >= self._near_at:
+    def grow(self, most: int | None = None) -> None:
+        """Before a step: have what the coming ones need, and some for requests yet to come.
+
+        `most` is what they cannot need more than, where that is known.
+        """
+        if most is not None and most <= self._free_soon:
+            self.wishes = False
+        elif time.monotonic() >= self._near_at:
             near, far = self._ahead()
             self._grow_ahead(near, far)
             self._grow_spare(far)

@@ -43,6 +43,13 @@ class Need:
         ]
         # Blocks of the prompts that one step can take up.
         self.batch_blocks = self._for_more(0, self._batch_tokens)
+        # A request that only decodes: tokens that it lacks at a step, at the most, and blocks.
+        self._decoding_tokens = 1 + scheduler.num_spec_tokens
+        soon = self._decoding_tokens + scheduler.num_lookahead_tokens + _STEPS_AHEAD
+        self._decoding_blocks = sum(-(-soon // group.block_tokens) for group in self._groups)
+        # Of states that do not grow by the token it is not known.
+        self._regular = not any(group.recurrent for group in self._groups)
+        self._all_decode = False
 
     def _read(self, spec: Any) -> _Group:
         # Group specs of several kinds wrap those of their layers, which agree in what matters here.
@@ -76,6 +83,19 @@ class Need:
             room -= 1
             tokens += request.num_tokens
         return Ahead(near, needed)
+
+    def most(self) -> int | None:
+        """Blocks that the coming steps cannot need more than, where nobody waits and all that run
+        decode: known without a look at each of them. None where it is not."""
+        if not self._regular or any(self._queues()):
+            self._all_decode = False
+            return None
+        running = self._scheduler.running
+        # Whoever runs has waited before, and who has begun to decode does so to the end.
+        self._all_decode = self._all_decode or all(
+            r.num_tokens_with_spec - r.num_computed_tokens <= self._decoding_tokens for r in running
+        )
+        return len(running) * self._decoding_blocks if self._all_decode else None
 
     def heads(self) -> list[Any]:
         """The requests at the heads of the queues."""

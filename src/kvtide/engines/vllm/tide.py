@@ -46,6 +46,15 @@ class Tide:
     ----------
     scheduler
         vLLM's, just made; its block pool is adopted.
+
+    Attributes
+    ----------
+    hopeless
+        Requests that the engine must end, by their id, and why.
+    asleep
+        Nothing can run until memory comes.
+    looks
+        Whether this step may miss something: then each count of blocks is looked at.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -66,7 +75,6 @@ class Tide:
         self._refused = False
         # Whether nothing more can be given back until there is work again.
         self._lingered = False
-        # Requests that the engine must end, by their id, and why.
         self.hopeless: dict[str, str] = {}
         self.asleep = False
         self._pressed = False
@@ -104,7 +112,12 @@ class Tide:
             self._shortfall = max(0, missing)
             return needed
 
-        coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
+        def look(on: bool) -> None:
+            coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate if on else original
+
+        # In a step that can miss nothing it would only take time.
+        self.looks, self._look = True, look
+        look(True)
 
     # Around a step -----------------------------------------------------------------------------
 
@@ -121,6 +134,7 @@ class Tide:
             self._pressed = True
             memory.hurry()
         idle = not self._scheduler.has_unfinished_requests()
+        most = None if idle else self._need.most()
         self._lingered = self._lingered and idle
         if memory.trim_soon or (called and idle):
             self._lingered = not memory.trim() and not memory.pending
@@ -134,7 +148,11 @@ class Tide:
             self._foresight.wishes = False
         elif not (self._pressed and memory.growing):
             # Who owes lets what is under way come first: meanwhile nothing can be given.
-            self._foresight.grow()
+            self._foresight.grow(most)
+        looks = most is None or most > memory.free_count
+        if looks != self.looks:
+            self.looks = looks
+            self._look(looks)
         self._manager.watermark_blocks = int(self._foresight.watermark * memory.pool.usable_count)
 
     def _owes(self) -> bool:
