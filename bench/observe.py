@@ -17,214 +17,19 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from kvtide.bench.machine import machine
-from kvtide.device.base import DeviceInfo, Handle
 from kvtide.observe.tally import Cause, Kind, Owner, Tally, Verb
 from kvtide.ranks.endpoint import endpoint_of
 from kvtide.units import MIB
+from paper_engine import Configuration, Load
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-BLOCK_TOKENS, HEADS, HEAD_SIZE, LAYERS = 32, 8, 64, 4
-BLOCKS = 1200
+BLOCKS, SEQUENCES = 1200, 64
 DEVICE_BYTES = 192 * MIB
 KEPT_SHARE = 0.98  # of the pairs, without those that differ most: the machine has other work
-
-
-class PaperDevice:
-    """Memory that is only counted: so that nothing is measured but the scheduler."""
-
-    def __init__(self) -> None:
-        self.info = DeviceInfo(
-            f"observe-{os.getpid()}", "paper", "paper", DEVICE_BYTES, 2 * MIB, creates_zeros=True
-        )
-        self._held_bytes = self._handles = 0
-
-    def reserve(self, size_bytes: int) -> int:
-        return 1 << 40
-
-    def unreserve(self, address: int, size_bytes: int) -> None:
-        return None
-
-    def create(self, size_bytes: int) -> Handle | None:
-        if size_bytes > self.free_bytes():
-            return None
-        self._held_bytes += size_bytes
-        self._handles += 1
-        return Handle(size_bytes, self._handles)
-
-    def map(self, address: int, handle: Handle) -> None:
-        return None
-
-    def unmap(self, address: int, handle: Handle) -> None:
-        return None
-
-    def release(self, handle: Handle) -> None:
-        self._held_bytes -= handle.size_bytes
-
-    def zero(self, runs: Any) -> None:
-        return None
-
-    def copy(self, destination: int, source: int, size_bytes: int) -> None:
-        return None
-
-    def fence(self) -> PaperDevice:
-        return self
-
-    def passed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
-
-    def free_bytes(self) -> int:
-        return DEVICE_BYTES - self._held_bytes
-
-    def close(self) -> None:
-        return None
-
-
-def _scheduler(stack: ExitStack, directory: Path) -> Any:
-    import torch
-    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
-    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: F401
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    from kvtide.engines.seats import spec_of
-    from kvtide.engines.vllm import introduction
-    from kvtide.engines.vllm.scheduler import make_scheduler
-    from kvtide.ledger import Ledger
-    from kvtide.pool import Geometry
-    from kvtide.ranks.endpoint import Endpoint
-    from kvtide.ranks.memory import RankMemory
-    from kvtide.ranks.messages import decode_description
-    from kvtide.ranks.seat import Seat
-    from kvtide.settings import Settings
-    from kvtide.verify.models import make_model
-
-    model = make_model("llama-wide", directory / "model")
-    config = ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True)
-    sequences = 64
-    vllm_config = VllmConfig(
-        model_config=config,
-        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
-        scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=4096,
-            max_num_seqs=sequences,
-            max_model_len=2048,
-            is_encoder_decoder=False,
-        ),
-        device_config=DeviceConfig("cpu"),
-    )
-    vllm_config.cache_config.num_gpu_blocks = BLOCKS
-    group = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
-    )
-    block_bytes = group.page_size_bytes * LAYERS
-    kv = KVCacheConfig(
-        num_blocks=BLOCKS,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec([f"layer.{n}" for n in range(LAYERS)], group)],
-    )
-    device = PaperDevice()
-    settings = Settings(dir=directory / "ledgers", margin=0)
-    ledger = Ledger.open(settings.dir, spec_of(device.info, settings))
-    stack.callback(ledger.close)
-    instance = ledger.register("observed", explicit=True)
-    from kvtide.bench.rig import strips_of
-
-    geometry = Geometry.of(BLOCKS, strips_of(BLOCKS, block_bytes, 1), device.info.granularity_bytes)
-    account = ledger.enroll(
-        instance,
-        pool_name="kv",
-        rank=0,
-        blocks_total=BLOCKS,
-        block_bytes=block_bytes,
-        sampler=device.free_bytes,
-    )
-    endpoint = Endpoint(
-        RankMemory(device, geometry.arena_bytes, account),
-        Seat(ledger, instance),
-        geometry,
-        "block-major",
-        0,
-        None,
-    )
-    endpoint.back_null_block()
-    described = decode_description(endpoint.describe())
-    introduction._last = introduction.Introduction((described,), None)
-    return make_scheduler(
-        vllm_config,
-        kv_cache_config=kv,
-        structured_output_manager=StructuredOutputManager(vllm_config),
-        block_size=BLOCK_TOKENS,
-        log_stats=False,
-    )
-
-
-class Load:
-    """Requests that come as others end, with prompts of which some come again."""
-
-    def __init__(self, scheduler: Any, running: int, seed: int) -> None:
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        self._scheduler = scheduler
-        self._running = running
-        self._dice = random.Random(seed)
-        self._count = 0
-
-    def _request(self) -> Any:
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        self._count += 1
-        dice = random.Random(self._dice.randrange(200))
-        prompt = [dice.randrange(3, 2000) for _ in range(dice.randrange(64, 700))]
-        parameters = SamplingParams(max_tokens=self._dice.randrange(16, 120), ignore_eos=True)
-        parameters.update_from_generation_config({}, 2)
-        return Request(
-            request_id=f"r{self._count}",
-            prompt_token_ids=prompt,
-            sampling_params=parameters,
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
-
-    def step(self) -> int:
-        """One step; nanoseconds of CPU that the scheduler took."""
-        from vllm.v1.outputs import ModelRunnerOutput
-
-        scheduler = self._scheduler
-        while len(scheduler.requests) < self._running:
-            scheduler.add_request(self._request())
-        begun = time.thread_time_ns()
-        output = scheduler.schedule()
-        took = time.thread_time_ns() - begun
-        ids = list(output.num_scheduled_tokens)
-        sampled = []
-        for request_id in ids:
-            request = scheduler.requests[request_id]
-            ready = request.num_computed_tokens >= request.num_tokens
-            sampled.append([self._dice.randrange(3, 2000)] if ready else [])
-        answer = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={r: i for i, r in enumerate(ids)},
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
-        begun = time.thread_time_ns()
-        scheduler.update_from_output(output, answer)
-        return took + time.thread_time_ns() - begun
 
 
 def _nothing(*_: object) -> None:
@@ -293,8 +98,8 @@ class Observed:
 
     def __init__(self, stack: ExitStack, directory: Path, running: int, seed: int) -> None:
         directory.mkdir()
-        scheduler = _scheduler(stack, directory)
-        stack.callback(scheduler.tide.close)
+        configuration = Configuration(directory, BLOCKS, sequences=SEQUENCES, ahead=False)
+        scheduler = configuration.elastic(stack, directory / "ledgers", DEVICE_BYTES)
         self.load = Load(scheduler, running, seed)
         memory = scheduler.tide.memory
         endpoint = endpoint_of(memory.ranks.members[0].account.key)

@@ -171,6 +171,8 @@ class ElasticMemory(Generic[B]):
             Whether anything was given back.
         """
         unused = self._surplus.see(self.circulation.free.count, self._clock())
+        if not unused:
+            return False
         # Less than the next growth ahead would bring back is not worth its way.
         spare = unused - self.ahead_blocks
         if spare < self.ahead_blocks:

@@ -163,7 +163,11 @@ def test_a_miss_wishes_for_more_than_one_request(
     memory: Any = Memory()
     tide: Any = Tide.__new__(Tide)
     tide.memory, tide._missed_at, tide._probe_seconds = memory, 0.0, 60.0
-    tide._pool = SimpleNamespace(get_num_free_blocks=lambda: free)
+    tide._pool = SimpleNamespace(
+        free=SimpleNamespace(count=free),
+        free_block_queue=SimpleNamespace(num_free_blocks=0),
+        get_num_free_blocks=lambda: free,
+    )
     tide._need = SimpleNamespace(blocks=lambda: needed_soon)
     coordinator = SimpleNamespace(get_num_blocks_to_allocate=lambda: 8)
     tide._measure_allocations(coordinator)

@@ -47,6 +47,17 @@ class Watch:
         self.alarms.append(seconds)
 
 
+class Cache:
+    """vLLM's queue of the blocks that only the prefix cache holds."""
+
+    def __init__(self, blocks: Any) -> None:
+        self._blocks = blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._blocks.cached)
+
+
 class Driver:
     """An engine's steps: the tide around a scheduler that a test stands in for."""
 
@@ -60,7 +71,9 @@ class Driver:
         self.tide, blocks = tide, engine.blocks
         tide.memory = engine.memory
         tide._pool = SimpleNamespace(
-            free=blocks.free, get_num_free_blocks=lambda: blocks.free.count + len(blocks.cached)
+            free=blocks.free,
+            free_block_queue=Cache(blocks),
+            get_num_free_blocks=lambda: blocks.free.count + len(blocks.cached),
         )
         head = SimpleNamespace(request_id="r", num_tokens=1)
         tide._need = SimpleNamespace(

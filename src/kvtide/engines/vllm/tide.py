@@ -94,22 +94,20 @@ class Tide:
     def _measure_allocations(self, coordinator: Any) -> None:
         """See every count that vLLM is about to check against the free blocks."""
         original = coordinator.get_num_blocks_to_allocate
-        free_count = self._pool.get_num_free_blocks
-        memory = self.memory
-        direct = memory.ranks.direct
+        pool, memory = self._pool, self.memory
+        free, queue, direct = pool.free, pool.free_block_queue, memory.ranks.direct
 
         def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
             needed: int = original(*args, **kwargs)
-            missing = needed - free_count()
+            # The last check of a step stands: an earlier miss was mended by preemption.
+            self._shortfall = missing = needed - free.count - queue.num_free_blocks
             if missing > 0 and direct and time.monotonic() >= self._missed_at:
                 # One request asks, but the whole step is held up: all that it needs is wished for.
-                desired = max(missing, self._need.blocks() - free_count())
+                desired = max(missing, self._need.blocks() - pool.get_num_free_blocks())
                 self._refused = not memory.grow_for(missing, desired)
                 if self._refused:
                     self._missed_at = time.monotonic() + self._probe_seconds
-                missing = needed - free_count()
-            # The last check of a step stands: an earlier miss was mended by preemption.
-            self._shortfall = max(0, missing)
+                self._shortfall = needed - pool.get_num_free_blocks()
             return needed
 
         def look(on: bool) -> None:
@@ -177,7 +175,7 @@ class Tide:
         """After vLLM has scheduled: wish for what it missed, and send the step's orders with it."""
         memory, scheduler = self.memory, self._scheduler
         regroups = False
-        if self._shortfall:
+        if self._shortfall > 0:
             self._find_hopeless()
             self.hopeless |= self._overdue.find(self._need.heads())
             if time.monotonic() >= self._missed_at:
