@@ -182,23 +182,35 @@ def gemma3n(fields: Fields, family: Family) -> Built:
 
 
 def gemma4(fields: Fields, family: Family) -> Built:
-    """Full layers have larger heads, and with `attention_k_eq_v` their own number of them."""
+    """Full layers have larger heads, and with `attention_k_eq_v` their own number of them.
+
+    Published files say so of all of them; newer transformers writes it layer by layer.
+    """
     count = _count(fields, family)
     kinds = layer_types(fields, count, lambda i: Kind.SLIDING if (i + 1) % 6 else Kind.FULL)
     sliding = Heads(
         fields.integer("num_key_value_heads", "KV heads of a sliding layer"),
         fields.integer("head_dim", "elements of a sliding layer's head"),
     )
-    full = Heads(
-        fields.integer_or("num_global_key_value_heads", sliding.kv)
-        if fields.data.get("attention_k_eq_v")
-        else sliding.kv,
-        fields.integer("global_head_dim", "elements of a full layer's head"),
-    )
+    own = {
+        i: Heads(
+            layer.integer_or("num_key_value_heads", sliding.kv),
+            layer.integer_or("head_dim", sliding.dim),
+        )
+        for i, layer in fields.one_by_one().items()
+    }
+    if not own:
+        full = Heads(
+            fields.integer_or("num_global_key_value_heads", sliding.kv)
+            if fields.data.get("attention_k_eq_v")
+            else sliding.kv,
+            fields.integer("global_head_dim", "elements of a full layer's head"),
+        )
+        own = {i: full for i, kind in enumerate(kinds) if kind is Kind.FULL}
     window = fields.integer("sliding_window", "window tokens")
     layers: list[Layer] = []
     for i, kind in enumerate(kinds):
-        heads = full if kind is Kind.FULL else sliding
+        heads = own.get(i, sliding)
         name = family.layer.format(i=i) + family.attn
         width = None if kind is Kind.FULL else window
         layers.append(Attention(name, i, kind, heads.kv, heads.dim, heads.dim, window=width))

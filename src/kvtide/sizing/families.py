@@ -34,6 +34,8 @@ class Family:
         `num_key_value_heads`. All others must be in the file.
     layers_field, max_len_field
         The fields that count decoder layers and positions.
+    one_by_one
+        Whether what `per_layer_config` tells of single layers is read.
     """
 
     build: Callable[[Fields, Family], tuple[list[Layer], list[Shared]]]
@@ -47,6 +49,7 @@ class Family:
     derives: tuple[str, ...] = ()
     layers_field: str = "num_hidden_layers"
     max_len_field: str = "max_position_embeddings"
+    one_by_one: bool = False
 
 
 _DIM = ("head_dim",)
@@ -114,7 +117,7 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 32768,
         },
     ),
-    "gemma4_text": Family(attention.gemma4),
+    "gemma4_text": Family(attention.gemma4, one_by_one=True),
     "gpt_oss": Family(
         attention.gpt_oss, attn=".attn.attn", defaults={"head_dim": 64, "sliding_window": 128}
     ),

@@ -138,3 +138,21 @@ class Fields:
         if not isinstance(value, list) or len(value) < length:
             raise self._odd(name, f"a list of {length} items, one a layer")
         return value[:length]
+
+    def one_by_one(self) -> dict[int, Fields]:
+        """What single layers have otherwise, by their index, as transformers 5 writes it."""
+        name = "per_layer_config"
+        told = self.get(name) or {}
+        if not isinstance(told, dict) or not all(
+            index.isdecimal() and isinstance(of_layer, dict) for index, of_layer in told.items()
+        ):
+            raise self._odd(name, "an object of objects, one a layer by its number")
+        return {
+            int(index): Fields(
+                of_layer,
+                file=self.file,
+                section=f"{self._named(name)}.{index}",
+                model_type=self.model_type,
+            )
+            for index, of_layer in told.items()
+        }

@@ -55,15 +55,31 @@ def _stack(
     return layers, []
 
 
-def _listed(fields: Fields, count: int, name: str, attention: object) -> list[bool] | None:
+# A layer that attends, and one that keeps a state: as model types said it, and as transformers
+# writes it for all of them by now.
+_ATTENDS = ("attention", "full_attention", 1)
+_KEEPS_STATE = ("mamba", "conv", "linear_attention", 0)
+
+
+def _listed(fields: Fields, count: int, name: str) -> list[bool] | None:
+    """Which layers are attention, or None where the file has no such list."""
     values = fields.list_of(name, count)
-    return None if values is None else [value == attention for value in values]
+    if values is None:
+        return None
+    for value in values:
+        if value not in _ATTENDS + _KEEPS_STATE:
+            words = ", ".join(map(str, _ATTENDS + _KEEPS_STATE))
+            raise ConfigError(
+                f"{fields.file}: {name} has {value!r}; the plan of a {fields.model_type} model "
+                f"knows {words}"
+            )
+    return [value in _ATTENDS for value in values]
 
 
 def qwen3_next(fields: Fields, family: Family) -> Built:
     """Gated delta net, and full attention in every `full_attention_interval`-th layer."""
     count = _count(fields, family)
-    full = _listed(fields, count, "layer_types", "full_attention")
+    full = _listed(fields, count, "layer_types")
     if full is None:
         period = fields.integer("full_attention_interval", "layers from one full one to the next")
         full = [(i + 1) % period == 0 for i in range(count)]
@@ -92,9 +108,9 @@ def qwen3_next(fields: Fields, family: Family) -> Built:
 def minimax_text_01(fields: Fields, family: Family) -> Built:
     """Lightning attention (a matrix a head, no convolution), full attention where told."""
     count = _count(fields, family)
-    full = _listed(fields, count, "attn_type_list", 1)
+    full = _listed(fields, count, "attn_type_list")
     if full is None:
-        full = _listed(fields, count, "layer_types", "full_attention")
+        full = _listed(fields, count, "layer_types")
     if full is None:
         raise fields.missing("attn_type_list", "which layers are full attention")
     heads = fields.integer("num_attention_heads", "heads of a lightning layer")
@@ -200,11 +216,21 @@ def falcon_h1(fields: Fields, family: Family) -> Built:
     return layers, []
 
 
-_NEMOTRON_WORDS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+_NEMOTRON_WORDS = {
+    "mamba": "M",
+    "linear_attention": "M",
+    "attention": "*",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
 
 
 def nemotron_h(fields: Fields, family: Family) -> Built:
     """Mamba 2 (M), attention (*) and layers that keep nothing, as the pattern says."""
+    words = fields.get("layers_block_type")
+    if not fields.has(family.layers_field) and isinstance(words, list):
+        fields.derive(family.layers_field, len(words))
     count = _count(fields, family)
     pattern = fields.get("hybrid_override_pattern")
     listed = fields.list_of("layers_block_type", count)
@@ -236,7 +262,7 @@ def nemotron_h(fields: Fields, family: Family) -> Built:
 
 def granite_hybrid(fields: Fields, family: Family) -> Built:
     """Mamba 2, and attention where `layer_types` says so."""
-    full = _listed(fields, _count(fields, family), "layer_types", "attention")
+    full = _listed(fields, _count(fields, family), "layer_types")
     if full is None:
         raise fields.missing("layer_types", "which layers are attention, which mamba")
     inner = fields.integer("mamba_expand", "inner width over hidden_size")
@@ -247,7 +273,7 @@ def granite_hybrid(fields: Fields, family: Family) -> Built:
 def lfm2(fields: Fields, family: Family) -> Built:
     """Short convolutions, and attention in the layers that `full_attn_idxs` lists."""
     count = _count(fields, family)
-    full = _listed(fields, count, "layer_types", "full_attention")
+    full = _listed(fields, count, "layer_types")
     if full is None:
         listed = fields.get("full_attn_idxs")
         if not isinstance(listed, list):

@@ -20,6 +20,8 @@ _QUANTISED = "hf_quant_config.json"
 _FP8_WORDS = ("fp8", "float8", "fp8_e4m3")
 # Some draft models wrap the configuration of what they are made of.
 _EAGLE = "eagle"
+# What decides of a layer's KV, and a file may tell of single layers.
+_OF_KV = ("head_dim", "num_key_value_heads", "sliding_window", "kv_lora_rank", "qk_rope_head_dim")
 # The text part of a multimodal configuration, by the names that published files use.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
@@ -130,6 +132,8 @@ def model_from_config(
     )
     if part:
         family = replace(family, layer=f"language_model.{family.layer}")
+    if not family.one_by_one:
+        _check_alike(fields)
     layers, shared = family.build(fields, family)
     num_layers = fields.integer(family.layers_field, "the number of decoder layers")
     longest = fields.integer_or(family.max_len_field, 0) or None
@@ -149,6 +153,17 @@ def model_from_config(
         max_model_len=longest,
         assumed=tuple(fields.assumed),
     )
+
+
+def _check_alike(fields: Fields) -> None:
+    """Layers that differ are not planned as if they did not."""
+    for index, layer in fields.one_by_one().items():
+        name = next((name for name in _OF_KV if layer.has(name)), None)
+        if name is not None:
+            raise ConfigError(
+                f"{fields.file}: per_layer_config gives layer {index} a {name} of its own; the "
+                f"plan of a {fields.model_type} model knows none of single layers"
+            )
 
 
 def _own_drafts(

@@ -142,6 +142,75 @@ def test_both_ways_to_write_nemotrons_pattern_are_the_same():
         model_from_config(other, name="x")
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("granite-4.0-h-small", "layer_types"), ("qwen3-next-80b-a3b", "layer_types")],
+)
+def test_a_list_of_layers_in_newer_words_means_the_same(name, field):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    layers = model_from_config(config, name="x").layers
+    words = [
+        "full_attention" if layer.kind is Kind.FULL else "linear_attention" for layer in layers
+    ]
+    assert model_from_config({**config, field: words}, name="x").layers == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("granite-4.0-h-small", "layer_types"),
+        ("qwen3-next-80b-a3b", "layer_types"),
+        ("lfm2-1.2b", "layer_types"),
+        ("minimax-text-01", "attn_type_list"),
+    ],
+)
+def test_a_kind_of_layer_that_is_not_known_is_not_taken_for_a_state(name, field):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    words = ["telepathy"] * config["num_hidden_layers"]
+    with pytest.raises(ConfigError, match=f"{field} has 'telepathy'.*full_attention"):
+        model_from_config({**config, field: words}, name="x")
+
+
+def test_a_nemotron_may_say_by_its_list_alone_how_many_layers_it_has():
+    config = json.loads((CONFIGS / "nemotron-h-8b.json").read_text())
+    words = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    listed = [words[letter] for letter in config["hybrid_override_pattern"]]
+    model = model_from_config(config, name="x")
+    other = {**config, "layers_block_type": listed}
+    del other["hybrid_override_pattern"], other["num_hidden_layers"]
+    again = model_from_config(other, name="x")
+    assert again.layers == model.layers
+    assert again.num_layers == model.num_layers == len(listed)
+
+
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e4b"])
+def test_full_layers_of_gemma_may_be_told_one_by_one(name):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    text = {**config["text_config"]}
+    told = {"head_dim": text.pop("global_head_dim")}
+    kv_heads = text.pop("num_global_key_value_heads", None)
+    if text.get("attention_k_eq_v") and kv_heads is not None:
+        told["num_key_value_heads"] = kv_heads
+    full = [i for i, word in enumerate(text["layer_types"]) if word == "full_attention"]
+    text["per_layer_config"] = {f"{i:02}": told for i in full}
+    layers = model_from_config(config, name="x").layers
+    assert model_from_config({**config, "text_config": text}, name="x").layers == layers
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"05": {"head_dim": 256}}, "per_layer_config.*head_dim.*knows none"),
+        ({"05": {"num_key_value_heads": 2}}, "per_layer_config.*num_key_value_heads"),
+    ],
+)
+def test_layers_that_differ_in_a_way_that_is_not_known_are_not_planned_as_the_others(told, says):
+    config = json.loads((CONFIGS / "qwen3-8b.json").read_text())
+    assert model_from_config({**config, "per_layer_config": {"05": {"mlp": 1}}}, name="x").layers
+    with pytest.raises(ConfigError, match=says):
+        model_from_config({**config, "per_layer_config": told}, name="x")
+
+
 def test_a_wrapped_draft_model_is_read_through():
     config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
     wrapped = {"model_type": "eagle", "model": {**config, "num_hidden_layers": 1}}
