@@ -24,7 +24,10 @@ def group(block_tokens: int, **more: Any) -> Any:
 
 def request(computed: int, tokens: int) -> Any:
     return SimpleNamespace(
-        num_computed_tokens=computed, num_tokens=tokens, num_tokens_with_spec=tokens
+        num_computed_tokens=computed,
+        num_tokens=tokens,
+        num_tokens_with_spec=tokens,
+        num_output_placeholders=0,
     )
 
 
@@ -61,6 +64,16 @@ def test_it_is_not_known_while_somebody_waits_or_has_not_read_all_of_a_prompt(qu
     assert need.most() is None
     scheduler.running[1].num_computed_tokens = 100
     assert need.most() == 2
+
+
+def test_tokens_that_are_not_there_yet_are_scheduled_too() -> None:
+    scheduler = scheduler_of(group(16))
+    scheduler.running = [request(40, 40)]
+    scheduler.running[0].num_output_placeholders = 2
+    need = Need(scheduler)
+    assert need.most() is None
+    scheduler.running[0].num_computed_tokens = 41
+    assert need.most() == 1
 
 
 def test_it_is_not_known_of_states_that_do_not_grow_by_the_token() -> None:

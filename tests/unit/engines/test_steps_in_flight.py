@@ -6,7 +6,7 @@ import os
 import tempfile
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -184,11 +184,22 @@ def serve(scheduler: Any) -> Run:
     )
 
 
-def process(scheduler: Any, step: Any) -> None:
-    """End a step, in which every request got one token."""
+def process(scheduler: Any, step: Any, reading: Sequence[str] = ()) -> None:
+    """End a step, in which every request got one token, but for those that were still reading."""
     index = {request_id: i for i, request_id in enumerate(step.num_scheduled_tokens)}
-    output = ModelRunnerOutput(list(index), index, [[REQUESTS]] * len(index))
+    sampled = [[] if request_id in reading else [REQUESTS] for request_id in index]
+    output = ModelRunnerOutput(list(index), index, sampled)
     scheduler.update_from_output(step, output)
+
+
+def reading_in(scheduler: Any) -> list[str]:
+    """Who runs and has not read all of its prompt by the step that was just scheduled."""
+    return [
+        request.request_id
+        for request in scheduler.running
+        if request.num_computed_tokens < request.num_tokens + request.num_output_placeholders - 1
+        or not request.num_output_placeholders
+    ]
 
 
 def test_a_miss_preempts_no_more_than_natively(config: Any) -> None:
@@ -211,24 +222,76 @@ def test_a_miss_preempts_no_more_than_natively(config: Any) -> None:
     assert elastic.answer_tokens == native.answer_tokens == [ANSWER_TOKENS] * REQUESTS
 
 
+class Looks(NamedTuple):
+    """Counts of blocks, and those that found too few, by whether the tide looked at them."""
+
+    at: dict[bool, int]
+    missed: dict[bool, int]
+
+
+def looks_of(scheduler: Any) -> Looks:
+    """How each count from now on is looked at."""
+    manager, tide = scheduler.kv_cache_manager, scheduler.tide
+    allocate = manager.allocate_slots
+    looks = Looks({False: 0, True: 0}, {False: 0, True: 0})
+
+    def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+        found = allocate(*args, **kwargs)
+        looks.at[tide.looks] += 1
+        looks.missed[tide.looks] += found is None
+        return found
+
+    manager.allocate_slots = allocate_slots
+    return looks
+
+
 def test_a_step_that_can_miss_nothing_is_not_looked_at_and_misses_nothing(config: Any) -> None:
     """All requests of this load decode; towards their end more is needed than fits."""
     with elastic_scheduler(config) as scheduler:
-        manager, tide = scheduler.kv_cache_manager, scheduler.tide
-        allocate, looked_at = manager.allocate_slots, {False: 0, True: 0}
-        missed = {False: 0, True: 0}
-
-        def allocate_slots(*args: Any, **kwargs: Any) -> Any:
-            found = allocate(*args, **kwargs)
-            looked_at[tide.looks] += 1
-            missed[tide.looks] += found is None
-            return found
-
-        manager.allocate_slots = allocate_slots
+        looks = looks_of(scheduler)
         serve(scheduler)
-    assert looked_at[False] > 500
-    assert missed[True] >= 10, "the cache was hardly outgrown"
-    assert missed[False] == 0
+    assert looks.at[False] > 500
+    assert looks.missed[True] >= 10, "the cache was hardly outgrown"
+    assert looks.missed[False] == 0
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["nothing cached", "with a prefix cache"])
+@pytest.mark.parametrize("kept_share", [0.3, 0.5, 0.7, 0.9])
+def test_who_is_preempted_for_others_is_looked_at_in_the_same_step(
+    config: Any, cached: bool, kept_share: float
+) -> None:
+    """It waits then, and vLLM takes it up again in the very step, chunk by chunk."""
+    config.cache_config.enable_prefix_caching = cached
+    config.scheduler_config.max_num_batched_tokens = 64
+    config.scheduler_config.max_num_scheduled_tokens = 64
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if cached else None
+    with elastic_scheduler(config) as scheduler:
+        looks, memory = looks_of(scheduler), scheduler.tide.memory
+        seat = next(iter(memory.seats.values()))
+        in_flight: deque[tuple[Any, list[str]]] = deque()
+        for step in range(120):
+            if step in (0, 30):
+                for number in range(1 if step else 5):
+                    request = Request(
+                        request_id=f"{step}-{number}",
+                        prompt_token_ids=[step + number] * (400 if step else 40),
+                        sampling_params=SamplingParams(max_tokens=100, ignore_eos=True),
+                        pooling_params=None,
+                        block_hasher=hasher,
+                    )
+                    scheduler.add_request(request)
+            if step in (50, 51):
+                kept = int(memory.pool.mapped_bytes * kept_share)
+                seat.ledger.ask_to_trim("steps", kept, running=True)
+            output = scheduler.schedule()
+            if max(output.num_scheduled_tokens.values()) > 1:
+                assert scheduler.tide.looks, f"who reads a prompt in step {step} may need more"
+            in_flight.append((output, reading_in(scheduler)))
+            if len(in_flight) == 2:
+                process(scheduler, *in_flight.popleft())
+    assert looks.at[False] > 100
+    assert looks.missed[False] == 0
 
 
 def first_step_of_a_second(scheduler: Any) -> int:

@@ -26,7 +26,7 @@ def config(**parallel):
         ),
         scheduler_config=SimpleNamespace(scheduler_cls=None),
         kv_transfer_config=None,
-        model_config=SimpleNamespace(enable_sleep_mode=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False, is_diffusion=False, model="m"),
     )
 
 
@@ -40,3 +40,10 @@ def test_data_parallelism_is_refused_with_what_to_do_instead():
     said = str(refused.value)
     assert "data parallelism (--data-parallel-size 4) is not supported" in said
     assert "start one server for each replica, or with KVTIDE=0" in said
+
+
+def test_a_model_that_generates_by_diffusion_is_refused():
+    diffuses = config()
+    diffuses.model_config.is_diffusion = True
+    with pytest.raises(UnsupportedError, match="the model m generates by discrete diffusion"):
+        supported.check(diffuses, {WORKER})

@@ -93,7 +93,9 @@ class Need:
         running = self._scheduler.running
         # Whoever runs has waited before, and who has begun to decode does so to the end.
         self._all_decode = self._all_decode or all(
-            r.num_tokens_with_spec - r.num_computed_tokens <= self._decoding_tokens for r in running
+            r.num_tokens_with_spec + r.num_output_placeholders - r.num_computed_tokens
+            <= self._decoding_tokens
+            for r in running
         )
         return len(running) * self._decoding_blocks if self._all_decode else None
 

@@ -52,6 +52,11 @@ def check(config: Any, workers: Container[str]) -> None:
             "--enable-sleep-mode is not supported: an idle engine under kvtide gives its KV memory "
             "back by itself; start without the flag"
         )
+    if config.model_config.is_diffusion:
+        raise UnsupportedError(
+            f"the model {config.model_config.model} generates by discrete diffusion, for which "
+            "vLLM has another scheduler: not supported; start it with KVTIDE=0"
+        )
     choose_reader()
 
 

@@ -132,7 +132,6 @@ class Tide:
             self._pressed = True
             memory.hurry()
         idle = not self._scheduler.has_unfinished_requests()
-        most = None if idle else self._need.most()
         self._lingered = self._lingered and idle
         if memory.trim_soon or (called and idle):
             self._lingered = not memory.trim() and not memory.pending
@@ -142,6 +141,8 @@ class Tide:
             memory.show(State.RUNNING)
             self._give()
         self.asleep = False
+        # Behind what preempts: whoever is preempted may be taken up again in this very step.
+        most = None if idle else self._need.most()
         if idle:
             self._foresight.wishes = False
         elif not (self._pressed and memory.growing):
