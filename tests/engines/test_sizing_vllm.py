@@ -126,6 +126,7 @@ CASES: dict[str, dict] = {
     **{
         f"{model_type}-class-defaults": {"max_model_len": 2048}
         for model_type in (
+            *("jais2", "hyperclovax", "phimoe", "glm4_moe_lite", "cwm", "granite_swa"),
             *("arcee", "cohere", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "gpt_neox"),
             *("granitemoe", "granitemoeshared", "hy_v3", "ministral3", "nemotron", "olmo"),
             *("olmo2", "olmoe", "opt", "phi", "seed_oss", "smollm3", "stablelm"),

@@ -124,6 +124,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     "deepseek_v32": _MLA,
+    "glm4_moe_lite": _MLA,
     "kimi_k2": _MLA,
     "qwen3_next": Family(
         hybrid.qwen3_next,
@@ -158,10 +159,13 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": _LLAMA,
     "granitemoeshared": _LLAMA,
     "hy_v3": _LLAMA,
+    "hyperclovax": _LLAMA,
+    "jais2": _LLAMA,
     "ministral3": _LLAMA,
     "nemotron": _LLAMA,
     "olmoe": _LLAMA,
     "phi": _LLAMA,
+    "phimoe": _LLAMA,
     "seed_oss": _LLAMA,
     "stablelm": _LLAMA,
     "gpt_neox": Family(
@@ -180,7 +184,9 @@ FAMILIES: dict[str, Family] = {
     "smollm3": _MODULES,
     # Windows in some layers.
     "cohere2": _PATTERNED,
+    "cwm": _PATTERNED,
     "exaone4": _PATTERNED,
+    "granite_swa": _PATTERNED,
     "olmo3": replace(_PATTERNED, layer=_MODULES.layer, attn=_MODULES.attn),
     "whisper": Family(
         attention.whisper,
