@@ -226,22 +226,32 @@ class Account:
         words[at + w.P_FIGURES_SEQUENCE] = sequence + 1
 
     def close(self) -> None:
-        """End the record, if this is the holder. Whatever charge is left falls with the budget."""
+        """End the record, if this is the holder, and wake who waits.
+
+        What was released, or never created, is refunded: it is there for others at once. Whatever
+        charge is left falls with the budget, until a sample finds what it stood for.
+        """
         if self._sampler is None or self._file.closed is not None:
             return
         self._sampler = None
         self._ledger.forget(self)
-        words = self._words
+        words, at = self._words, self._at
+        waits: list[tuple[int, int]] = []
         try:
             # On a miss the lease alone goes, and whoever notices retires the record.
-            if self._file.begin() and words[self._at] == self._generation:
+            if self._file.begin() and words[at] == self._generation:
                 self.pay_owed(words)
+                held_bytes = max(0, words[at + w.P_CREATED] - words[at + w.P_RELEASED])
+                words[self._charge] = min(words[self._charge], held_bytes)
                 remove_pool(words, self._slot)
+                waits = waiting(words, self._instance)
         except LedgerError:
             pass  # the file is not the one any more, or damaged: nobody looks at this record
         finally:
             self._file.drop_lease(self._at)
             self._file.end()
+        if waits:
+            self._ledger.bell.ring(waits)
         self._ledger.try_to_end_dead()
 
     def _own_words(self) -> memoryview:

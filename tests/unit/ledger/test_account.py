@@ -341,6 +341,24 @@ def test_closing_with_a_charge_takes_the_budget_along(ledger, twin, device):
     assert b.grant(TOTAL - 100 * MIB + 1).reason == "budget"
 
 
+def test_what_was_released_before_the_end_stays_in_the_budget_and_who_waits_is_woken(
+    ledger, twin, device
+):
+    _, a = enroll(ledger, "a", device)
+    waiter, b = enroll(twin, "b", device)
+    a.grant(100 * MIB)
+    a.created(100 * MIB)
+    a.released(90 * MIB)
+    a.grant(20 * MIB)  # and nothing created of it
+    waker = waiter.waker()
+    waiter.wish(TOTAL)
+    a.close()
+    assert budget(ledger) == TOTAL - 10 * MIB
+    assert waker.wait(0), "there is room, and who waits for it sleeps on"
+    assert isinstance(b.grant(TOTAL - 10 * MIB), Granted)
+    waker.close()
+
+
 def test_figures_are_published_whole(ledger):
     _, account = enroll(ledger, "a")
     figures = PoolFigures(1, 2, 3, 4, 5, 6, 7)
@@ -375,6 +393,7 @@ def test_the_tables_fill_to_the_last_record_and_then_refuse(ledger):
     for account in accounts:
         assert account.grant(MIB) == Granted(MIB)
     assert accounts[0].grant(1).available_bytes == 0
+    accounts[100].created(MIB)
     accounts[100].close()
     assert ledger.snapshot().charged_bytes == 255 * MIB
     assert budget(ledger) == 255 * MIB
