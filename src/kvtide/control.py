@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvtide.errors import LedgerError, UsageError
+from kvtide.errors import LedgerError, NoInstanceError, UsageError
 from kvtide.ledger import InstanceView, Ledger, Snapshot, State, Terms
 from kvtide.settings import Settings
 from kvtide.units import format_size
@@ -99,8 +99,10 @@ def set(
 
     Raises
     ------
+    NoInstanceError
+        No such instance runs.
     LedgerError
-        No such instance runs, or the budget does not back the mins any more.
+        The budget does not back the mins any more.
     StaleRevisionError
         The revision is not the current one.
     UsageError
@@ -172,7 +174,7 @@ def trim(
 
     Raises
     ------
-    LedgerError
+    NoInstanceError
         No such instance runs.
     """
     with _ledgers_of(name, device, directory) as ledgers:
@@ -194,8 +196,10 @@ def evict(name: str, *, device: str | None = None, directory: Path | None = None
 
     Raises
     ------
+    NoInstanceError
+        No such instance is there.
     LedgerError
-        No such instance is there, or some process of it lives; the message names it.
+        Some process of it lives; the message names it.
     """
     with _ledgers_of(name, device, directory) as ledgers:
         views = [_find(ledger.snapshot(), name) for ledger in ledgers]
@@ -250,7 +254,7 @@ def _ledgers_of(name: str, device: str | None, directory: Path | None) -> Iterat
     if not paths:
         on = "" if device is None else f" on {device}"
         there_text = ", ".join(sorted({*names})) or "none at all"
-        raise LedgerError(f"no instance {name!r} runs{on}; there is {there_text} (in {where})")
+        raise NoInstanceError(f"no instance {name!r} runs{on}; there is {there_text} (in {where})")
     opened: list[Ledger] = []
     try:
         for path in paths:
@@ -272,7 +276,7 @@ def _with_key(found: Snapshot, key: str) -> InstanceView | None:
 def _find(found: Snapshot, name: str) -> InstanceView:
     view = _first(found, lambda i: i.name == name)
     if view is None:
-        raise LedgerError(f"the instance {name!r} on {found.spec.uuid} has ended meanwhile")
+        raise NoInstanceError(f"the instance {name!r} on {found.spec.uuid} has ended meanwhile")
     return view
 
 

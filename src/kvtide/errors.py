@@ -54,6 +54,10 @@ class NameTakenError(LedgerError):
     """An instance of this name is live already."""
 
 
+class NoInstanceError(LedgerError):
+    """No live instance has this name, there."""
+
+
 class StaleRevisionError(LedgerError):
     """A change was made against an older revision than the current one."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtide.errors import LedgerError, StaleRevisionError, UsageError
+from kvtide.errors import LedgerError, NoInstanceError, StaleRevisionError, UsageError
 from kvtide.ledger import layout as w
 from kvtide.ledger.holdings import demands_now, waiting
 from kvtide.ledger.reading import terms_of
@@ -111,8 +111,10 @@ def change_terms(
     ------
     StaleRevisionError
         The revision is not the current one.
+    NoInstanceError
+        No instance has this name.
     LedgerError
-        No instance has this name, or the budget does not back the mins any more.
+        The budget does not back the mins any more.
     UsageError
         The terms cannot be had, or the limit is below what the instance can never give back.
     """
@@ -156,7 +158,7 @@ def ask_to_trim(ledger: Ledger, name: str, to_bytes: int, *, running: bool) -> i
 
     Raises
     ------
-    LedgerError
+    NoInstanceError
         No instance has this name.
     UsageError
         The size cannot be one.
@@ -193,7 +195,7 @@ def _find(ledger: Ledger, words: memoryview, name: str) -> int:
         names[w.get_text(ledger.file.raw, at + w.I_NAME, w.NAME_BYTES)] = slot
     if name not in names:
         there = ", ".join(sorted(names)) or "none at all"
-        raise LedgerError(f"no instance {name!r} on {ledger.spec.uuid}; there is {there}")
+        raise NoInstanceError(f"no instance {name!r} on {ledger.spec.uuid}; there is {there}")
     return names[name]
 
 

@@ -19,7 +19,14 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvtide import control
-from kvtide.errors import KvtideError, LedgerError, StaleRevisionError, UsageError
+from kvtide.errors import (
+    KvtideError,
+    LedgerBusyError,
+    LedgerError,
+    NoInstanceError,
+    StaleRevisionError,
+    UsageError,
+)
 from kvtide.serve.guard import Guard, problem
 from kvtide.serve.hub import Hub
 from kvtide.serve.metrics import registry_of
@@ -85,12 +92,18 @@ async def _http_error(_: Request, error: Exception) -> Response:
     return problem(error.status_code, error.detail, dict(error.headers or {}))
 
 
+# Of what is refused; the first that fits.
+_STATUS = (
+    (NoInstanceError, 404),
+    (StaleRevisionError, 409),
+    (LedgerBusyError, 503),
+    (LedgerError, 422),
+    (UsageError, 422),
+)
+
+
 async def _kvtide_error(_: Request, error: Exception) -> Response:
-    status = 500
-    for kind, code in ((StaleRevisionError, 409), (UsageError, 422), (LedgerError, 404)):
-        if isinstance(error, kind):
-            status = code
-            break
+    status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
     return problem(status, str(error))
 
 
@@ -102,8 +115,11 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _size(value: Any) -> Any:
-    return parse_size(value) if isinstance(value, str) else value
+def _size(field: str, value: Any) -> Any:
+    try:
+        return parse_size(value) if isinstance(value, str) else value
+    except UsageError as error:
+        raise HTTPException(422, f"{field}: {error}") from error
 
 
 async def _body(request: Request, kind: type[S]) -> S:
@@ -152,10 +168,12 @@ class _Routes:
     async def set(self, request: Request) -> Response:
         given = await _body(request, TermsChange)
         wanted = {
-            field: _size(value)
+            field: _size(field, value)
             for field in ("limit", "min", "priority", "headroom")
             if (value := getattr(given, field)) is not msgspec.UNSET
         }
+        if not wanted:
+            raise HTTPException(422, "nothing to set: give limit, min, priority or headroom")
         changed = await self._do(
             control.set, request, **wanted, revision=given.revision, device=given.device
         )
@@ -164,9 +182,11 @@ class _Routes:
     async def trim(self, request: Request) -> Response:
         order = await _body(request, TrimOrder)
         done = await self._do(
-            control.trim, request, to=_size(order.to), now=order.now, device=order.device
+            control.trim, request, to=_size("to", order.to), now=order.now, device=order.device
         )
-        return _json([TrimDone(t.device, t.before_bytes, t.after_bytes, t.to_bytes) for t in done])
+        return _json(
+            [TrimDone(t.device, t.before_bytes, t.after_bytes, t.to_bytes, t.done) for t in done]
+        )
 
     async def evict(self, request: Request) -> Response:
         done = await self._do(control.evict, request)

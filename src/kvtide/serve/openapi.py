@@ -11,12 +11,10 @@ from kvtide.serve.hub import Point, View
 
 __all__ = ["EvictDone", "Problem", "TermsChange", "TermsSet", "TrimDone", "TrimOrder", "describe"]
 
+# As the commands read it; what is none is refused by `parse_size`, in its words.
 SizeText = Annotated[
     str,
-    msgspec.Meta(
-        pattern=r"^[0-9]{1,6}(\.[0-9]{1,3})?([KMGT]i?B|B)?$",
-        description="12GiB, 512MiB, 1.5GB or plain bytes",
-    ),
+    msgspec.Meta(max_length=64, description="12GiB, 512 MiB, 1.5GB or plain bytes"),
 ]
 Revision = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 DeviceName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -58,12 +56,16 @@ class TermsSet(msgspec.Struct, frozen=True):
 
 
 class TrimDone(msgspec.Struct, frozen=True):
-    """What an instance was charged with on one device, before and a moment after."""
+    """What an instance was charged with on one device, before and a moment after.
+
+    `done` where it has given all that it can: else more is to come.
+    """
 
     device: str
     before_bytes: int
     after_bytes: int
     to_bytes: int
+    done: bool
 
 
 class EvictDone(msgspec.Struct, frozen=True):
@@ -86,7 +88,9 @@ _PROBLEMS = {
     "409": "Somebody changed it since that revision.",
     "413": "The request is too large.",
     "415": "It is not JSON.",
-    "422": "It cannot be understood, or cannot be done.",
+    "421": "It is for another host.",
+    "422": "It cannot be understood, or cannot be had.",
+    "503": "The ledger is busy; try again.",
 }
 
 

@@ -23,6 +23,9 @@ from kvtide.verify.verdict import Check
 __all__ = ["Bench", "Case", "Seen", "Skipped", "make_cases", "select"]
 
 _ROOMY_BYTES = 384 * MIB
+# Of it, for all ranks: what finds no room in a cache is not found in it again, so that engines
+# whose caches differ by a block differ in what they find.
+_CACHE_BYTES = 352 * MIB
 _TIGHT_BYTES = 96 * MIB
 _SHORT_LEN = 2048
 # Below what two engines of the smallest tiny model need for one request each.
@@ -152,9 +155,9 @@ def _options(bench: Bench, model: Model, length: int = MAX_MODEL_LEN) -> Options
 
 def _both(bench: Bench, model: Model, options: Options, layout: str) -> Seen:
     site = bench.site(_ROOMY_BYTES if bench.backend == "host" else 2 * GIB, layout=layout)
-    # Natively the size has to be given: else it is a share of the whole machine.
-    told = replace(options, kv_bytes=options.kv_bytes or _ROOMY_BYTES)
-    first = site.server(bench.kind, model, NATIVE, told, native=True, python=bench.python)
+    # Natively the size has to be given, else it is a share of the whole machine; and both the same.
+    options = replace(options, kv_bytes=options.kv_bytes or _CACHE_BYTES // options.tp)
+    first = site.server(bench.kind, model, NATIVE, options, native=True, python=bench.python)
     second = site.server(bench.kind, model, KVTIDE, options, python=bench.python)
     with contextlib.ExitStack() as stack:
         if bench.backend == "host":

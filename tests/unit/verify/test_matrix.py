@@ -1,5 +1,6 @@
 """The matrix runs every case whatever becomes of the others, and the report says all of it."""
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -396,3 +397,23 @@ def test_the_flags_are_for_the_engine_alone_and_not_for_the_other_one(tmp_path, 
     (case,) = select(make_cases([model], model, "host"), ["elastic/m/mixed"])
     case.run(bench)
     assert given == {("vllm", "a"): ("--x",), ("other", "b"): ()}
+
+
+@pytest.mark.parametrize(("backend", "tp", "mib"), [("host", 1, 352), ("host", 2, 176)])
+def test_both_engines_of_a_model_have_caches_of_one_size(tmp_path, monkeypatch, backend, tp, mib):
+    asked = []
+
+    class Site:
+        def server(self, kind, model, name, options, **_):
+            asked.append(options)
+            return contextlib.nullcontext()
+
+    monkeypatch.setattr(Bench, "site", lambda *_, **__: Site())
+    monkeypatch.setattr(cases_module, "run_life", lambda *_, **__: "life")
+    monkeypatch.setattr(cases_module, "judge_model", lambda *_, **__: [])
+    bench = Bench(Server, backend, tp, tmp_path, tmp_path, print)
+    model = Model("m", tmp_path, "float32")
+    cases_module._both(bench, model, cases_module._options(bench, model), "auto")
+    native, elastic = asked
+    assert native == elastic
+    assert native.kv_bytes == mib << 20
