@@ -47,15 +47,20 @@ class Watch:
         self.alarms.append(seconds)
 
 
-class Cache:
-    """vLLM's queue of the blocks that only the prefix cache holds."""
+class BlockPool:
+    """Counts as vLLM's pool does once it is adopted."""
 
     def __init__(self, blocks: Any) -> None:
         self._blocks = blocks
+        self.free = blocks.free
+        self.spares_cache = False
 
     @property
-    def num_free_blocks(self) -> int:
+    def cached_count(self) -> int:
         return len(self._blocks.cached)
+
+    def get_num_free_blocks(self) -> int:
+        return int(self.free.count) + (0 if self.spares_cache else self.cached_count)
 
 
 class Driver:
@@ -70,11 +75,7 @@ class Driver:
         tide: Any = Tide.__new__(Tide)
         self.tide, blocks = tide, engine.blocks
         tide.memory = engine.memory
-        tide._pool = SimpleNamespace(
-            free=blocks.free,
-            free_block_queue=Cache(blocks),
-            get_num_free_blocks=lambda: blocks.free.count + len(blocks.cached),
-        )
+        tide._pool = BlockPool(blocks)
         head = SimpleNamespace(request_id="r", num_tokens=1)
         tide._need = SimpleNamespace(
             ahead=lambda: Ahead(near, far),
@@ -568,3 +569,29 @@ def test_what_is_there_for_those_who_come_is_not_given_back_to_be_grown_again(
         driver.step(asks=False, scheduled=1)
         engine.clock.now += 0.02
     assert changes.count("shrink") == 1, "what nobody comes for is kept"
+
+
+def test_who_comes_while_memory_does_takes_nothing_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes map it a step later: until then a first request waits, and beside others
+    that run, which may evict, vLLM leaves free what is cached."""
+    _, engine = engine_of(tmp_path, WIDE, direct=False)
+    engine.blocks.cached = list(take(engine, 4))
+    # All that is free and half of what is cached would do.
+    needed = engine.blocks.free.count + 2
+    driver = Driver(engine, monkeypatch, near=needed, far=needed)
+    pool, manager = driver.tide._pool, driver.tide._manager
+    assert not driver.step(), "a cached block was handed out though memory was coming"
+    assert manager.watermark_blocks == 4
+    assert driver.step(scheduled=1)
+    assert not pool.spares_cache
+    assert manager.watermark_blocks == 0
+    assert pool.cached_count == 4
+
+    driver.running.append(object())
+    more = engine.blocks.free.count + 1
+    driver.tide._need.ahead = lambda: Ahead(more, more)
+    driver.step(asks=False, scheduled=1)
+    assert not pool.spares_cache, "who runs would be preempted"
+    assert manager.watermark_blocks == 4

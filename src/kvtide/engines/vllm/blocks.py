@@ -23,7 +23,14 @@ class ElasticBlockPool(BlockPool):
     """vLLM's own pool, adopted: its free queue holds only what the prefix cache holds.
 
     Free blocks that hold nothing lie in `free`; blocks without memory are in neither.
+
+    Attributes
+    ----------
+    spares_cache
+        Memory is coming that serves as well: meanwhile nothing is evicted from the prefix cache.
     """
+
+    spares_cache: bool = False
 
     free: FreeBlocks[KVCacheBlock]
     memory: GrowingMemory[KVCacheBlock]
@@ -104,9 +111,9 @@ class ElasticBlockPool(BlockPool):
             self.free_block_queue.append_n(cached)
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that can be had now: exactly those that are backed and not in use."""
-        count: int = self.free.count + self.free_block_queue.num_free_blocks
-        return count
+        """Blocks that can be had now: those that are backed and not in use, or hold nothing."""
+        count: int = self.free.count
+        return count if self.spares_cache else count + self.free_block_queue.num_free_blocks
 
     def get_usage(self) -> float:
         """The share of all blocks, backed or not, that requests use."""

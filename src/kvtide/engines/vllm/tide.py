@@ -94,20 +94,20 @@ class Tide:
     def _measure_allocations(self, coordinator: Any) -> None:
         """See every count that vLLM is about to check against the free blocks."""
         original = coordinator.get_num_blocks_to_allocate
-        pool, memory = self._pool, self.memory
-        free, queue, direct = pool.free, pool.free_block_queue, memory.ranks.direct
+        pool, memory, direct = self._pool, self.memory, self.memory.ranks.direct
+        free_count = pool.get_num_free_blocks
 
         def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
             needed: int = original(*args, **kwargs)
             # The last check of a step stands: an earlier miss was mended by preemption.
-            self._shortfall = missing = needed - free.count - queue.num_free_blocks
+            self._shortfall = missing = needed - free_count()
             if missing > 0 and direct and time.monotonic() >= self._missed_at:
                 # One request asks, but the whole step is held up: all that it needs is wished for.
-                desired = max(missing, self._need.blocks() - pool.get_num_free_blocks())
+                desired = max(missing, self._need.blocks() - free_count())
                 self._refused = not memory.grow_for(missing, desired)
                 if self._refused:
                     self._missed_at = time.monotonic() + self._probe_seconds
-                self._shortfall = needed - pool.get_num_free_blocks()
+                self._shortfall = needed - free_count()
             return needed
 
         def look(on: bool) -> None:
@@ -148,11 +148,24 @@ class Tide:
         elif not (self._pressed and memory.growing):
             # Who owes lets what is under way come first: meanwhile nothing can be given.
             self._foresight.grow(most)
+        self._spare_cache()
         looks = most is None or most > memory.free_count
         if looks != self.looks:
             self.looks = looks
             self._look(looks)
-        self._manager.watermark_blocks = int(self._foresight.watermark * memory.pool.usable_count)
+
+    def _spare_cache(self) -> None:
+        """While memory is coming, nobody is admitted for whom something cached would have to go.
+
+        Beside requests that run, vLLM leaves its watermark free, and they may evict; a first one
+        waits as it does where nothing is cached.
+        """
+        memory = self.memory
+        watermark = int(self._foresight.watermark * memory.pool.usable_count)
+        if memory.growing:
+            watermark = max(watermark, self._pool.cached_count)
+        self._manager.watermark_blocks = watermark
+        self._pool.spares_cache = memory.growing and not self._scheduler.running
 
     def _owes(self) -> bool:
         """Whether to look what others may have: what has come free since they called is theirs."""
