@@ -9,7 +9,7 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtide.errors import UnsupportedError, UsageError
+from kvtide.errors import KvtideError, UnsupportedError, UsageError
 from kvtide.observe.recording import Moment, Recording
 from kvtide.units import MIB, format_size
 
@@ -33,6 +33,8 @@ def draw(recording: Recording, path: Path) -> None:
         The name says no kind that there is, or nothing was recorded.
     UnsupportedError
         matplotlib is not installed.
+    KvtideError
+        The file cannot be written.
     """
     kind = path.suffix.lower()
     if kind not in FORMATS:
@@ -43,13 +45,16 @@ def draw(recording: Recording, path: Path) -> None:
         figure = _figure(recording)
     except ImportError:
         raise UnsupportedError("pictures need matplotlib: pip install 'kvtide[plot]'") from None
-    if kind != ".html":
-        figure.savefig(path, dpi=120)
-        return
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg")
-    svg = drawn.getvalue()
-    path.write_text(_page(recording, svg[svg.index("<svg") :]), encoding="utf-8")
+    try:
+        if kind != ".html":
+            figure.savefig(path, dpi=120)
+            return
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg")
+        svg = drawn.getvalue()
+        path.write_text(_page(recording, svg[svg.index("<svg") :]), encoding="utf-8")
+    except OSError as error:
+        raise KvtideError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _figure(recording: Recording) -> Figure:

@@ -20,6 +20,7 @@ __all__ = [
     "gemma4",
     "gpt_oss",
     "heads_of",
+    "layer_count",
     "layer_types",
     "llama4",
     "mla",
@@ -27,6 +28,9 @@ __all__ = [
     "plain",
     "whisper",
 ]
+
+# More than any model has; the time that a plan takes grows with them.
+_MOST_LAYERS = 4096
 
 Built = tuple[list[Layer], list[Shared]]
 
@@ -75,8 +79,9 @@ def layer_types(fields: Fields, count: int, default: Callable[[int], Kind]) -> l
     return [_WORDS[word] for word in listed]
 
 
-def _count(fields: Fields, family: Family) -> int:
-    return fields.integer(family.layers_field, "the number of decoder layers")
+def layer_count(fields: Fields, family: Family) -> int:
+    """How many decoder layers there are."""
+    return fields.integer(family.layers_field, "the number of decoder layers", most=_MOST_LAYERS)
 
 
 def _windowed(fields: Fields, family: Family, kinds: list[Kind], window: int) -> list[Layer]:
@@ -97,7 +102,7 @@ def _windowed(fields: Fields, family: Family, kinds: list[Kind], window: int) ->
 
 def plain(fields: Fields, family: Family) -> Built:
     """The same attention in every layer; a `sliding_window` that is in use holds for all."""
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     window = fields.integer_or("sliding_window", 0)
     if fields.data.get("use_sliding_window") is False:
         window = 0
@@ -114,7 +119,7 @@ def plain(fields: Fields, family: Family) -> Built:
 
 def patterned(fields: Fields, family: Family) -> Built:
     """Windows by `layer_types`, else all but every n-th layer; none without a `sliding_window`."""
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     window = fields.integer_or("sliding_window", 0)
     period = 1
     if window and not fields.has("layer_types"):
@@ -130,7 +135,7 @@ def patterned(fields: Fields, family: Family) -> Built:
 def gemma2(fields: Fields, family: Family) -> Built:
     """Every other layer slides, the first one does."""
     kinds = layer_types(
-        fields, _count(fields, family), lambda i: Kind.FULL if i % 2 else Kind.SLIDING
+        fields, layer_count(fields, family), lambda i: Kind.FULL if i % 2 else Kind.SLIDING
     )
     return _windowed(fields, family, kinds, fields.integer("sliding_window", "window tokens")), []
 
@@ -140,7 +145,7 @@ gpt_oss = gemma2
 
 def gemma3(fields: Fields, family: Family) -> Built:
     """Every sixth layer is full."""
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     period = 1
     if not fields.has("layer_types"):
         period = fields.integer("sliding_window_pattern", "layers from one full one to the next")
@@ -150,7 +155,7 @@ def gemma3(fields: Fields, family: Family) -> Built:
 
 def llama4(fields: Fields, family: Family) -> Built:
     """Layers with rotary positions attend in chunks; every fourth, without, attends fully."""
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     rope = fields.list_of("no_rope_layers", count)
     if not rope:
         period = fields.integer_or("no_rope_layer_interval", 4)
@@ -174,7 +179,7 @@ def _share(layers: list[Layer], shared_count: int) -> Built:
 def gemma3n(fields: Fields, family: Family) -> Built:
     """Every fifth layer is full; the last `num_kv_shared_layers` have no KV of their own."""
     kinds = layer_types(
-        fields, _count(fields, family), lambda i: Kind.SLIDING if (i + 1) % 5 else Kind.FULL
+        fields, layer_count(fields, family), lambda i: Kind.SLIDING if (i + 1) % 5 else Kind.FULL
     )
     window = fields.integer("sliding_window", "window tokens")
     shared = fields.integer("num_kv_shared_layers", "layers without KV of their own", least=0)
@@ -186,7 +191,7 @@ def gemma4(fields: Fields, family: Family) -> Built:
 
     Published files say so of all of them; newer transformers writes it layer by layer.
     """
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     kinds = layer_types(fields, count, lambda i: Kind.SLIDING if (i + 1) % 6 else Kind.FULL)
     sliding = Heads(
         fields.integer("num_key_value_heads", "KV heads of a sliding layer"),
@@ -225,7 +230,7 @@ _INDEX_GROUP = 128
 
 def mla(fields: Fields, family: Family) -> Built:
     """One latent a token in every layer, on every rank; with a DSA indexer, its keys too."""
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     latent = fields.integer("kv_lora_rank", "latent elements of a token")
     rope = fields.integer("qk_rope_head_dim", "rotary elements of a token")
     sparse = fields.has("index_topk")
@@ -264,7 +269,7 @@ def mla(fields: Fields, family: Family) -> Built:
 
 def whisper(fields: Fields, family: Family) -> Built:
     """A decoder whose layers attend to themselves and to the encoder's output."""
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     heads = fields.integer("decoder_attention_heads", "attention heads of a decoder layer")
     dim = fields.integer("d_model", "with the heads, the size of a head") // heads
     layers: list[Layer] = []

@@ -11,6 +11,8 @@ from kvtide.sizing.errors import ConfigError
 
 __all__ = ["RUN_DTYPES", "Fields", "read_json"]
 
+# Of any figure of a model: what is more is a mistake, and would be calculated with for long.
+_MOST = 1 << 40
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -100,13 +102,15 @@ class Fields:
         self.data[name] = value
         self.assumed.append(f"{name} is not in the file: {source}, as {self.model_type} has it")
 
-    def integer(self, name: str, need: str, *, least: int = 1) -> int:
+    def integer(self, name: str, need: str, *, least: int = 1, most: int = _MOST) -> int:
         """A whole number; `need` tells the reader what it is for."""
         value = self.get(name)
         if value is None:
             raise self.missing(name, need)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self._odd(name, f"a whole number of at least {least}")
+        if value > most:
+            raise self._odd(name, f"a whole number of at most {most}")
         return value
 
     def integer_or(self, name: str, fallback: int) -> int:

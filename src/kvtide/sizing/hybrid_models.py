@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtide.sizing.attention_models import Built, heads_of
+from kvtide.sizing.attention_models import Built, heads_of, layer_count
 from kvtide.sizing.errors import ConfigError
 from kvtide.sizing.fields import RUN_DTYPES, Fields
 from kvtide.sizing.layers import Attention, Kind, Layer, State
@@ -27,10 +27,6 @@ __all__ = [
 ]
 
 
-def _count(fields: Fields, family: Family) -> int:
-    return fields.integer(family.layers_field, "the number of decoder layers")
-
-
 def _dtype(fields: Fields) -> str:
     return fields.run_dtype("the dtype of the recurrent state")
 
@@ -40,7 +36,7 @@ def _stack(
 ) -> Built:
     """One layer of each index: attention where it is true, `state` where it is false."""
     layers: list[Layer] = []
-    for i in range(_count(fields, family)):
+    for i in range(layer_count(fields, family)):
         name = family.layer.format(i=i)
         chosen = is_attention(i)
         if chosen is None:
@@ -78,7 +74,7 @@ def _listed(fields: Fields, count: int, name: str) -> list[bool] | None:
 
 def qwen3_next(fields: Fields, family: Family) -> Built:
     """Gated delta net, and full attention in every `full_attention_interval`-th layer."""
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     full = _listed(fields, count, "layer_types")
     if full is None:
         period = fields.integer("full_attention_interval", "layers from one full one to the next")
@@ -107,7 +103,7 @@ def qwen3_next(fields: Fields, family: Family) -> Built:
 
 def minimax_text_01(fields: Fields, family: Family) -> Built:
     """Lightning attention (a matrix a head, no convolution), full attention where told."""
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     full = _listed(fields, count, "attn_type_list")
     if full is None:
         full = _listed(fields, count, "layer_types")
@@ -200,7 +196,7 @@ def _named_mamba2(fields: Fields, inner: int) -> State:
 
 def falcon_h1(fields: Fields, family: Family) -> Built:
     """Attention and Mamba 2 side by side in every layer."""
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     inner = fields.integer_or("mamba_d_ssm", 0)
     if not inner:
         inner = fields.integer("mamba_expand", "inner width over hidden_size")
@@ -231,7 +227,7 @@ def nemotron_h(fields: Fields, family: Family) -> Built:
     words = fields.get("layers_block_type")
     if not fields.has(family.layers_field) and isinstance(words, list):
         fields.derive(family.layers_field, len(words))
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     pattern = fields.get("hybrid_override_pattern")
     listed = fields.list_of("layers_block_type", count)
     if pattern is None and listed is not None:
@@ -262,7 +258,7 @@ def nemotron_h(fields: Fields, family: Family) -> Built:
 
 def granite_hybrid(fields: Fields, family: Family) -> Built:
     """Mamba 2, and attention where `layer_types` says so."""
-    full = _listed(fields, _count(fields, family), "layer_types")
+    full = _listed(fields, layer_count(fields, family), "layer_types")
     if full is None:
         raise fields.missing("layer_types", "which layers are attention, which mamba")
     inner = fields.integer("mamba_expand", "inner width over hidden_size")
@@ -272,7 +268,7 @@ def granite_hybrid(fields: Fields, family: Family) -> Built:
 
 def lfm2(fields: Fields, family: Family) -> Built:
     """Short convolutions, and attention in the layers that `full_attn_idxs` lists."""
-    count = _count(fields, family)
+    count = layer_count(fields, family)
     full = _listed(fields, count, "layer_types")
     if full is None:
         listed = fields.get("full_attn_idxs")

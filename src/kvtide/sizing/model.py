@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvtide.sizing.attention_models import layer_count
 from kvtide.sizing.errors import ConfigError
 from kvtide.sizing.families import FAMILIES, Family
 from kvtide.sizing.fields import Fields, read_json
@@ -110,7 +111,7 @@ def model_from_config(
         raise ConfigError(
             f"{file} has no 'model_type': the plan needs it to know which layers there are"
         )
-    family = FAMILIES.get(model_type)
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ConfigError(
             f"{file}: model_type {model_type!r} is not one that can be planned. The planner would "
@@ -135,7 +136,7 @@ def model_from_config(
     if not family.one_by_one:
         _check_alike(fields)
     layers, shared = family.build(fields, family)
-    num_layers = fields.integer(family.layers_field, "the number of decoder layers")
+    num_layers = layer_count(fields, family)
     longest = fields.integer_or(family.max_len_field, 0) or None
     return Model(
         name=name,

@@ -36,6 +36,11 @@ PLATFORMS = {
 }
 
 
+# Of tokens and sequences: what engines count with 32 bits.
+_MOST = (1 << 31) - 1
+_MOST_RANKS = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """The figures that decide a plan besides the model and the bytes.
@@ -70,12 +75,16 @@ class Request:
             if value not in known:
                 raise UsageError(f"{name} {value!r} is not one of {', '.join(known)}")
         for name in ("tp", "pp"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}: it must be at least 1")
+            if not 1 <= getattr(self, name) <= _MOST_RANKS:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}: it must be from 1 to {_MOST_RANKS}"
+                )
         for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}: it must be at least 1")
+            if value is not None and value > _MOST:
+                raise UsageError(f"{name} is {value}: it must be at most {_MOST}")
         if self.speculative_tokens < 0:
             raise UsageError(f"speculative_tokens is {self.speculative_tokens}: at least 0")
         if self.draft is not None and not self.speculative_tokens:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvtide.errors import UnsupportedError, UsageError
+from kvtide.sizing.fields import RUN_DTYPES
 from kvtide.verify.cases import Bench, make_cases, select
 from kvtide.verify.engines import find_engine
 from kvtide.verify.matrix import CaseResult, Setup, Verdict, describe_setup, run_matrix, verdict_of
@@ -60,6 +61,13 @@ def run_verify(
     """
     if backend not in ("host", "cuda"):
         raise UsageError(f"backend {backend!r} is not host or cuda")
+    if tp < 1:
+        raise UsageError(f"--tp {tp}: a server has at least one rank")
+    if dtype not in RUN_DTYPES:
+        raise UsageError(f"--dtype {dtype!r} is not one of {', '.join(RUN_DTYPES)}")
+    for path in models:
+        if not (path / "config.json").is_file():
+            raise UsageError(f"--model {path}: there is no config.json in it")
     kind, second = find_engine(engine, backend), _other(other, backend)
     if importlib.util.find_spec(kind.engine) is None:
         raise UnsupportedError(

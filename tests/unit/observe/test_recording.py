@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from kvtide.errors import UsageError
+from kvtide.errors import KvtideError, UsageError
 from kvtide.observe.picture import draw
 from kvtide.observe.recording import Recorder, read_recording
 from kvtide.observe.tally import Cause, Kind
@@ -116,6 +116,12 @@ def test_a_page_has_the_picture_and_all_events_in_words(recording, tmp_path):
     assert "preempts a request to give back 2MiB to one of higher priority" in page
     assert "gives back 2MiB for one that starts" in page
     assert "http://" not in page.split("</svg>")[1]
+
+
+@pytest.mark.parametrize("name", ["a.html", "a.svg"])
+def test_a_picture_that_cannot_be_written_says_so(recording, tmp_path, name):
+    with pytest.raises(KvtideError, match=rf"{name} cannot be written: No such file"):
+        draw(read_recording(recording), tmp_path / "nowhere" / name)
 
 
 def test_other_kinds_of_pictures_are_refused(recording, tmp_path):

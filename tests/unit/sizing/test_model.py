@@ -240,3 +240,17 @@ def test_windows_that_have_no_size_are_refused():
         model_from_config(config, name="x")
     full = model_from_config({**config, "layer_types": None}, name="x")
     assert {layer.kind for layer in full.layers} == {Kind.FULL}
+
+
+@pytest.mark.parametrize("layers", [4097, 10**9, 10**30])
+def test_a_number_of_layers_that_no_model_has_is_refused_at_once(layers):
+    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    with pytest.raises(ConfigError, match=r"num_hidden_layers is .* at most 4096"):
+        model_from_config({**config, "num_hidden_layers": layers}, name="x")
+
+
+@pytest.mark.parametrize("model_type", [["llama"], {"llama": 1}, 5])
+def test_a_model_type_that_is_no_text_is_refused(model_type):
+    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    with pytest.raises(ConfigError, match="is not one that can be planned"):
+        model_from_config({**config, "model_type": model_type}, name="x")

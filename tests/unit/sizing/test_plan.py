@@ -309,3 +309,12 @@ def test_states_and_kv_follow_the_dtypes_that_the_engine_was_told():
     # Weights in float32 are run in bfloat16, unless the engine was told otherwise.
     assert model("llama-3.1-8b", torch_dtype="float32").dtype == "bfloat16"
     assert read_model(CONFIGS / "llama-3.1-8b.json", dtype="float32").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "more", [{"max_model_len": 10**21}, {"max_num_seqs": 1 << 31}, {"tp": 1_000_000}, {"tp": 0}]
+)
+def test_figures_that_no_engine_takes_are_refused_at_once(more):
+    (name,) = more
+    with pytest.raises(UsageError, match=f"{name} is .*must be"):
+        Request(**more)

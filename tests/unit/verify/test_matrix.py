@@ -342,6 +342,9 @@ def test_flags_say_what_the_checks_ask_of_an_engine():
         ({"engine": "sglang", "backend": "cuda"}, "sglang is checked on host alone"),
         ({"other": "sglang"}, "write ENGINE=PYTHON"),
         ({"backend": "tpu"}, "'tpu' is not host or cuda"),
+        ({"tp": 0}, "--tp 0: a server has at least one rank"),
+        ({"dtype": "foo"}, "--dtype 'foo' is not one of float32, bfloat16"),
+        ({"models": [Path("/nonexistent")]}, "--model /nonexistent: there is no config.json"),
     ],
 )
 def test_what_cannot_be_run_is_refused(tmp_path, changes, says):

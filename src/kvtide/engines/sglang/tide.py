@@ -78,7 +78,7 @@ class Tide:
             record_own(scheduler, parts.values())
         # Slots of full attention that could be had beyond those that are mapped.
         self.growable = 0
-        self._show(State.RUNNING)
+        self._show(State.SLEEPING)
 
     # A round -----------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class Tide:
         ledgers = [seat.ledger for seat in self.memory.seats.values()]
         self.watch = Watch(wakers, ledgers, self._wake_engine)
         self._measure_allocations(manager.coordinator)
-        self.memory.show(State.RUNNING)
+        self.memory.show(State.SLEEPING)
 
     def _measure_allocations(self, coordinator: Any) -> None:
         """See every count that vLLM is about to check against the free blocks."""
