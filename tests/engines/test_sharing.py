@@ -24,6 +24,7 @@ from fleet import (
 
 from kvtide.errors import UsageError
 from kvtide.ledger import Ledger
+from kvtide.memory.extents import cap_for
 from kvtide.units import MIB
 from kvtide.verify.client import metric, post
 from kvtide.verify.servers import Server
@@ -192,7 +193,11 @@ def test_foreign_memory_changes_nothing_but_what_can_be_granted(pair: Pair) -> N
             answers = [tokens_of(one.join()) for one in asking]
         assert answers == [alone, alone]
         assert any(sizes), "the ballast never got anything"
-        assert all(s.held_bytes <= DEVICE_BYTES for s in sampler.samples)
+        # Who creates beside somebody outside of the ledger may find too late that the device is
+        # full: one extent is there until it has looked again, and then given back.
+        most_bytes = DEVICE_BYTES + cap_for(DEVICE_BYTES)
+        assert all(s.held_bytes <= most_bytes for s in sampler.samples)
+        assert pair.fleet.held_bytes() <= DEVICE_BYTES
     finally:
         ballast.close()
     blocks = {i.name: i.pools[0].blocks_total for i in pair.fleet.snapshot().instances}
