@@ -8,8 +8,9 @@ import threading
 import time
 
 from kvtide.device.base import DeviceInfo
+from kvtide.device.host import HostDevice
 from kvtide.engines.family import at_end, outlive_members
-from kvtide.errors import KvtideError, LedgerError
+from kvtide.errors import KvtideError
 from kvtide.ledger import DeviceSpec, Instance, Ledger
 from kvtide.observe.tallies import sweep
 from kvtide.observe.tally import tallies_of
@@ -103,11 +104,26 @@ def _give_up(ledger: Ledger, instance: Instance, deadline: float) -> None:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)
+        _measure(ledger)
         # And what its processes counted, where they were ended by force.
         sweep(tallies_of(ledger.path), ledger.snapshot())
-    except LedgerError as error:
+    except KvtideError as error:
         print(f"kvtide: {error}", file=sys.stderr, flush=True)
     ledger.close()
+
+
+def _measure(ledger: Ledger) -> None:
+    """What workers held that have closed nothing fell with the budget, and is free by now.
+
+    A GPU can be measured by who has a context there: the next one that lacks memory does.
+    """
+    spec = ledger.spec
+    if spec.backend == "host":
+        device = HostDevice(spec.total_bytes, uuid=spec.uuid)
+        try:
+            ledger.sample(device.free_bytes)
+        finally:
+            device.close()
 
 
 def _is_there(ledger: Ledger, instance: Instance) -> bool:
