@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -59,18 +59,19 @@ class LedgerFile:
         self._fds = [lock_fd]
         self._probe_fd = lock_fd
         self._look_at = 0.0
-        try:
-            self._lease_fd = open_description(path)
-            self._fds.append(self._lease_fd)
-            self.directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._fds.append(self.directory_fd)
-            self._map = self._mapped()
-        except OSError as error:
-            self._close_descriptors()
-            raise LedgerError(f"the ledger {path} cannot be mapped: {error.strerror}") from error
-        except BaseException:
-            self._close_descriptors()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._close_descriptors)
+            try:
+                self._lease_fd = open_description(path)
+                self._fds.append(self._lease_fd)
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                self.directory_fd = os.open(path.parent, flags)
+                self._fds.append(self.directory_fd)
+                self._map = self._mapped()
+            except OSError as error:
+                message = f"the ledger {path} cannot be mapped: {error.strerror}"
+                raise LedgerError(message) from error
+            undo.pop_all()
         self.raw = memoryview(self._map)
         self.words = self.raw.cast("q")
         _open_files.add(self)
@@ -114,7 +115,8 @@ class LedgerFile:
     def _open(cls, path: Path, spec: DeviceSpec | None) -> LedgerFile:
         fd = open_description(path, create=spec is not None)
         lock = ChangeLock(fd)
-        try:
+        with ExitStack() as undo:
+            undo.callback(os.close, fd)
             if spec is None:
                 wait_begun(fd)
             if not lock.acquire(_OPENING_S):
@@ -126,9 +128,7 @@ class LedgerFile:
                     raise LedgerError(f"the ledger {path} cannot be read: {why}")
             finally:
                 lock.release()
-        except BaseException:
-            os.close(fd)
-            raise
+            undo.pop_all()
         return cls(path, fd, lock)
 
     # ---- changes ----

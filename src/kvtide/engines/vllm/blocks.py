@@ -31,7 +31,6 @@ class ElasticBlockPool(BlockPool):
     """
 
     spares_cache: bool = False
-
     free: FreeBlocks[KVCacheBlock]
     memory: GrowingMemory[KVCacheBlock]
 
@@ -111,7 +110,7 @@ class ElasticBlockPool(BlockPool):
             self.free_block_queue.append_n(cached)
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that can be had now: those that are backed and not in use, or hold nothing."""
+        """Blocks that can be had now: backed and not in use, nor in a cache that is spared."""
         count: int = self.free.count
         return count if self.spares_cache else count + self.free_block_queue.num_free_blocks
 

@@ -94,8 +94,9 @@ class Tide:
     def _measure_allocations(self, coordinator: Any) -> None:
         """See every count that vLLM is about to check against the free blocks."""
         original = coordinator.get_num_blocks_to_allocate
-        pool, memory, direct = self._pool, self.memory, self.memory.ranks.direct
-        free_count = pool.get_num_free_blocks
+        free_count = self._pool.get_num_free_blocks
+        memory = self.memory
+        direct = memory.ranks.direct
 
         def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
             needed: int = original(*args, **kwargs)
@@ -160,12 +161,12 @@ class Tide:
         Beside requests that run, vLLM leaves its watermark free, and they may evict; a first one
         waits as it does where nothing is cached.
         """
-        memory = self.memory
-        watermark = int(self._foresight.watermark * memory.pool.usable_count)
-        if memory.growing:
+        growing = self.memory.growing
+        watermark = int(self._foresight.watermark * self.memory.pool.usable_count)
+        if growing:
             watermark = max(watermark, self._pool.cached_count)
         self._manager.watermark_blocks = watermark
-        self._pool.spares_cache = memory.growing and not self._scheduler.running
+        self._pool.spares_cache = growing and not self._scheduler.running
 
     def _owes(self) -> bool:
         """Whether to look what others may have: what has come free since they called is theirs."""
